@@ -1,0 +1,287 @@
+"""The command line: four commands, one line per failure, stable exit codes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from dht_config.address import parse_addresses
+from dht_config.errors import ExitCode, InviteError, P2PTrainerError
+from dht_config.invite import Invite
+from p2p_trainer.settings import load_settings
+
+app = typer.Typer(
+    name="p2p-trainer",
+    help="Train one model together on unlike machines, peer to peer.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="An invite, the path of a run manifest, or an example: stdlib-text, digits.", show_default=False
+    ),
+]
+Directory = Annotated[
+    Path | None,
+    typer.Option("--dir", help="Where this peer keeps its identity, checkpoints and metrics.", show_default=False),
+]
+SettingsFile = Annotated[
+    Path | None, typer.Option("--settings", help="A TOML file with settings; flags and environment override it.")
+]
+Host = Annotated[str | None, typer.Option(help="IP address to listen on (0.0.0.0: every interface).")]
+Port = Annotated[int | None, typer.Option(help="TCP port to listen on; 0 takes a free one.")]
+Announce = Annotated[
+    list[str] | None,
+    typer.Option(help="Address that others should dial instead, such as /dns4/peer.example.org/tcp/31337. Repeatable."),
+]
+KnownPeer = Annotated[list[str] | None, typer.Option("--peer", help="Address of a peer to ask as well. Repeatable.")]
+Wait = Annotated[float | None, typer.Option("--wait-seconds", help="How long to try to reach anybody.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of a live display.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens inside, to standard error.")]
+
+
+@app.command()
+def join(
+    target: Target,
+    directory: Directory = None,
+    settings_file: SettingsFile = None,
+    host: Host = None,
+    port: Port = None,
+    announce: Announce = None,
+    peer: KnownPeer = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or mps; by default the best there is.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads to train with.")] = None,
+    wait_seconds: Wait = None,
+    checkpoint_seconds: Annotated[float | None, typer.Option(help="Time between checkpoints.")] = None,
+    eval_seconds: Annotated[float | None, typer.Option(help="Time between evaluations on held-out data.")] = None,
+    eval_samples: Annotated[int | None, typer.Option(help="Held-out samples per evaluation; 0 for none.")] = None,
+    emulate: Annotated[
+        float | None, typer.Option(help="Pretend to be slower: at most this many samples per second.")
+    ] = None,
+    allow_files: Annotated[
+        bool, typer.Option("--allow-files", help="Let an invited run read the files it names on this machine.")
+    ] = False,
+    invite_file: Annotated[Path | None, typer.Option(help="Write an invite to this peer into this file.")] = None,
+    as_json: AsJson = False,
+    plain: Plain = False,
+    verbose: Verbose = False,
+) -> None:
+    """Join a run and train with it, or start one from its manifest.
+
+    Measures this machine, fetches the model from the other peers, trains, averages, and leaves cleanly on Ctrl-C.
+    Start it again in the same directory and it continues where it left off.
+    """
+    flags = {
+        "dir": directory,
+        "host": host,
+        "port": port,
+        "announce": tuple(announce or ()),
+        "peer": tuple(peer or ()),
+        "device": device,
+        "threads": threads,
+        "wait_seconds": wait_seconds,
+        "checkpoint_seconds": checkpoint_seconds,
+        "eval_seconds": eval_seconds,
+        "eval_samples": eval_samples,
+        "emulate": emulate,
+        "allow_files": allow_files or None,
+    }
+    _live("training", target, flags, settings_file, invite_file, as_json=as_json, plain=plain, verbose=verbose)
+
+
+@app.command()
+def bootstrap(
+    target: Target,
+    directory: Directory = None,
+    settings_file: SettingsFile = None,
+    host: Host = None,
+    port: Port = None,
+    announce: Announce = None,
+    peer: KnownPeer = None,
+    checkpoint_seconds: Annotated[float | None, typer.Option(help="Time between saves of the bases.")] = None,
+    invite_file: Annotated[Path | None, typer.Option(help="Write the invite into this file.")] = None,
+    as_json: AsJson = False,
+    plain: Plain = False,
+    verbose: Verbose = False,
+) -> None:
+    """Open the door to a run: publish its manifest, print the invite, keep the current model.
+
+    It is a door, not a coordinator: when it is gone, training goes on. Start it again in the same directory and it is
+    the same door.
+    """
+    flags = {
+        "dir": directory,
+        "host": host,
+        "port": port,
+        "announce": tuple(announce or ()),
+        "peer": tuple(peer or ()),
+        "checkpoint_seconds": checkpoint_seconds,
+    }
+    _live("serving", target, flags, settings_file, invite_file, as_json=as_json, plain=plain, verbose=verbose)
+
+
+@app.command()
+def status(
+    invite: Annotated[str, typer.Argument(help="The run's invite.", show_default=False)],
+    peer: KnownPeer = None,
+    wait_seconds: Annotated[float, typer.Option(help="How long to try to reach anybody.")] = 15.0,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show who is in a run: how fast, at which version, and how much each contributed."""
+    _log_to_stderr(verbose)
+    with _Reporting(as_json):
+        import asyncio
+
+        from p2p_trainer.status import status_report, status_table
+        from peers.observer import observe
+
+        known = Invite.decode(invite)
+        addresses, problems = parse_addresses([*(peer or ()), *known.addresses])
+        if problems and not addresses:
+            raise problems[0]
+        observation = asyncio.run(
+            observe(
+                known.run_id,
+                known.organiser_public_key,
+                addresses,
+                wait_seconds=wait_seconds,
+                on_waiting=lambda text: print(text, file=sys.stderr),
+            )
+        )
+        report = status_report(known.run_id, observation)
+        if as_json:
+            print(json.dumps(report))
+        else:
+            from rich.console import Console
+
+            Console().print(status_table(report))
+
+
+@app.command()
+def rehearse(
+    peers: Annotated[
+        str, typer.Option(help="Emulated machines: samples per second or names (4090, 3060, laptop-cpu), `*N` repeats.")
+    ] = "80,40,20,8",
+    seconds: Annotated[float, typer.Option(help="How long to train once all peers have begun.")] = 90.0,
+    run: Annotated[str, typer.Option(help="A run manifest, or an example: stdlib-text, digits.")] = "stdlib-text",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report into this file.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Keep logs and state here; by default a directory that is removed.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Do not remove the directory.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Try a run on this computer: a bootstrap peer and unequal peers, real processes, real text.
+
+    Prints what each peer achieved alone and in the swarm, and how much of it counted.
+    """
+    _log_to_stderr(verbose)
+    with _Reporting(as_json=False):
+        from p2p_trainer.rehearse import RehearseOptions
+        from p2p_trainer.rehearse import rehearse as carry_out
+
+        carry_out(
+            RehearseOptions(peers=peers, seconds=seconds, run=run, json_path=json_file, directory=directory, keep=keep)
+        )
+
+
+def _live(
+    role: Any,
+    text: str,
+    flags: dict[str, Any],
+    settings_file: Path | None,
+    invite_file: Path | None,
+    *,
+    as_json: bool,
+    plain: bool,
+    verbose: bool,
+) -> None:
+    """Run one peer until it is asked to leave."""
+    _log_to_stderr(verbose)
+    with _Reporting(as_json):
+        settings = load_settings(flags, settings_file)
+        from p2p_trainer.session import Session, leave_on_signal
+        from p2p_trainer.target import read_target
+        from p2p_trainer.view import LiveView
+
+        def announce(invite: Invite) -> None:
+            code = invite.encode()
+            if invite_file is not None:
+                partial = invite_file.with_name(f".{invite_file.name}.partial")
+                partial.write_text(code + "\n")
+                partial.replace(invite_file)
+            if as_json:
+                print(json.dumps({"invite": code, "run_id": invite.run_id, "addresses": invite.addresses}), flush=True)
+            elif role == "serving" or starts:
+                print(f"Volunteers join with:\n\n  p2p-trainer join {code}\n", flush=True)
+
+        with leave_on_signal() as leave:
+            target = read_target(text)
+            if role == "serving" and target.manifest is None:
+                raise InviteError("A bootstrap peer is started from a run manifest.", "Give the manifest's path.")
+            starts = target.manifest is not None
+            with LiveView(plain=plain or as_json) as view:
+                reason = Session(target, settings, role, view, leave, announce).run()
+            if as_json:
+                print(json.dumps({"left": reason}), flush=True)
+        if leave.requests > 1:
+            raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+class _Reporting:
+    """Turns failures into one line on standard error (or one JSON object) and an exit code."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, typer.Exit | SystemExit):
+            return
+        if isinstance(error, KeyboardInterrupt):
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+        if isinstance(error, P2PTrainerError):
+            self._fail(error.problem, error.remedy, error.exit_code)
+        if isinstance(error, MemoryError):
+            self._fail("The machine's memory does not suffice.", "Close other programs.", ExitCode.LIMITS)
+        logging.getLogger(__name__).debug("Unexpected failure", exc_info=error)
+        self._fail(
+            f"Unexpected failure: {type(error).__name__}: {error}.",
+            "Run it again with --verbose and report what it prints.",
+            ExitCode.UNEXPECTED,
+        )
+
+    def _fail(self, problem: str, remedy: str, code: ExitCode) -> NoReturn:
+        one_line = " ".join(f"{problem} {remedy}".split())
+        if self._as_json:
+            print(json.dumps({"error": problem, "remedy": remedy, "exit_code": int(code)}), flush=True)
+        print(f"p2p-trainer: {one_line}", file=sys.stderr, flush=True)
+        raise typer.Exit(int(code)) from None
+
+
+def _log_to_stderr(verbose: bool) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    # hivemind reports every lost connection as a warning, with a traceback; a volunteer can do nothing about it.
+    logging.getLogger("hivemind").setLevel(logging.WARNING if verbose else logging.CRITICAL)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

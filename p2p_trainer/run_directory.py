@@ -1,0 +1,106 @@
+"""The directory in which one peer of one run keeps everything: identity, manifest, checkpoints, metrics."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+from dht_config.errors import DirectoryError, RecordError
+from dht_config.identity import Identity, OrganiserKey, load_or_create_identity, load_or_create_organiser_key
+from dht_config.records import SignedManifest
+from peers.daemon import make_socket_directory
+
+
+class RunDirectory:
+    """Checked to be writable and locked against a second peer for as long as this object lives.
+
+    :raises DirectoryError: not writable, or in use by another process
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+            self._lock = (path / "lock").open("a+")
+        except OSError as error:
+            raise DirectoryError(
+                f"The directory {path} cannot be written to: {error.strerror or error}.",
+                "Choose another with --dir, or change its owner or free some space.",
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DirectoryError(
+                f"Another peer is running in {path}.", "Stop it, or give this one a directory of its own with --dir."
+            ) from error
+        os.set_inheritable(self._lock.fileno(), False)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def socket_note_path(self) -> Path:
+        return self.path / "sockets.path"
+
+    def identity(self) -> Identity:
+        return load_or_create_identity(self.path / "identity.key")
+
+    def organiser_key(self) -> OrganiserKey:
+        return load_or_create_organiser_key(self.path / "organiser.key")
+
+    def socket_directory(self) -> Path:
+        """A fresh directory for Unix sockets; what a killed predecessor left is removed."""
+        return make_socket_directory(self.socket_note_path)
+
+    def count_start(self) -> int:
+        """How often a peer was started in this directory before."""
+        path = self.path / "starts"
+        try:
+            count = int(path.read_text())
+        except (OSError, ValueError):
+            count = 0
+        self.write_atomically("starts", str(count + 1).encode())
+        return count
+
+    def remembered_port(self) -> int:
+        """The port of the last start, or 0."""
+        try:
+            port = int((self.path / "port").read_text())
+        except (OSError, ValueError):
+            return 0
+        return port if 0 < port < 65536 else 0
+
+    def remember_port(self, port: int) -> None:
+        self.write_atomically("port", str(port).encode())
+
+    def signed_manifest(self) -> SignedManifest | None:
+        """The manifest of the last start, if it is there and intact."""
+        try:
+            signed = SignedManifest.from_payload((self.path / "manifest.signed").read_bytes())
+            signed.verify()
+        except (OSError, RecordError):
+            return None
+        return signed
+
+    def keep_signed_manifest(self, signed: SignedManifest) -> None:
+        self.write_atomically("manifest.signed", signed.to_payload())
+
+    def write_atomically(self, name: str, data: bytes) -> None:
+        """:raises DirectoryError:"""
+        partial = self.path / f".{name}.partial"
+        try:
+            partial.write_bytes(data)
+            os.replace(partial, self.path / name)
+        except OSError as error:
+            raise DirectoryError(
+                f"{self.path / name} cannot be written: {error.strerror or error}.",
+                "Free some space or choose another directory with --dir.",
+            ) from error

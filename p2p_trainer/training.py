@@ -1,0 +1,439 @@
+"""The training loop of one peer: inner steps, and answers to the averaging process in between.
+
+Training never waits for a round. It is held only while one fragment is copied out (snapshot) or moved onto a new
+base (rebase). What the averaging process asks for is answered between micro-batches and while a slow emulated
+machine idles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dht_config.errors import CheckpointError
+from dht_config.manifest import RunManifest
+from p2p_trainer.checkpoint import optimizer_to_tensors, save_checkpoint
+from p2p_trainer.inner_optimizer import learning_rate, set_learning_rate
+from p2p_trainer.metrics import MetricsWriter
+from p2p_trainer.settings import PeerSettings
+from p2p_trainer.tasks import Task, mean_loss
+from p2p_trainer.tasks.base import Batch
+from p2p_trainer.throughput import Throughput, shrinking_inner_step
+from p2p_trainer.view import LiveView, PeerView
+from peers.arena import SharedArena
+from peers.fragments import FragmentLayout, gather_fragment, load_fragment, shift_fragment
+from peers.ledger import Ledger
+from peers.pipe import (
+    Event,
+    FragmentMeta,
+    Progress,
+    Quiesce,
+    Quiet,
+    Rebase,
+    Rebased,
+    Resume,
+    SnapshotTaken,
+    TakeSnapshot,
+)
+from peers.process import SwarmHandle
+
+REPORT_SECONDS = 1.0
+ACCOUNT_SECONDS = 5.0
+RATE_WINDOW_SECONDS = 20.0
+
+
+class LeaveRequested(Exception):
+    """A person or the system asked this peer to leave; raised between micro-batches."""
+
+
+@dataclass(slots=True)
+class LeaveFlag:
+    """Set by signal handlers; ``hurry`` after the second request."""
+
+    reason: str = ""
+    requests: int = 0
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.reason)
+
+    def check(self) -> None:
+        if self.reason:
+            raise LeaveRequested(self.reason)
+
+
+@dataclass(slots=True, kw_only=True)
+class Accounts:
+    """This peer's cumulative counts and each fragment's ledger, as of its last rebase."""
+
+    layout: FragmentLayout
+    samples: int
+    steps: int
+    fragments: list[FragmentMeta]
+    ledgers: list[Ledger] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledgers = [Ledger.from_json(meta.ledger) for meta in self.fragments]
+
+    def replace(self, fragment: int, meta: FragmentMeta) -> None:
+        self.fragments[fragment] = meta
+        self.ledgers[fragment] = Ledger.from_json(meta.ledger)
+
+    def _mean(self, element_samples: Callable[[Ledger], int]) -> float:
+        return sum(element_samples(ledger) for ledger in self.ledgers) / self.layout.num_elements
+
+    @property
+    def credited_samples(self) -> float:
+        """Mean over the fragments, each weighted by its parameters."""
+        return self._mean(Ledger.credited_element_samples)
+
+    @property
+    def dropped_samples(self) -> float:
+        return self._mean(Ledger.dropped_element_samples)
+
+    @property
+    def pending_samples(self) -> float:
+        return self._mean(lambda ledger: ledger.pending_element_samples(self.samples))
+
+    @property
+    def exact(self) -> bool:
+        """Invariant 2, in integers: credited + pending + dropped is what was processed, in every element."""
+        return self.samples * self.layout.num_elements == sum(
+            ledger.credited_element_samples()
+            + ledger.dropped_element_samples()
+            + ledger.pending_element_samples(self.samples)
+            for ledger in self.ledgers
+        )
+
+    @property
+    def lineage_samples(self) -> int:
+        """Samples of all peers in the bases: what the learning-rate schedule follows."""
+        return sum(meta.total_element_samples for meta in self.fragments) // self.layout.num_elements
+
+    def fields(self) -> dict[str, Any]:
+        """The ``account`` event."""
+        return {
+            "processed_samples": self.samples,
+            "inner_steps": self.steps,
+            "credited_samples": self.credited_samples,
+            "pending_samples": self.pending_samples,
+            "dropped_samples": self.dropped_samples,
+            "exact": self.exact,
+        }
+
+    def by_fragment(self) -> list[dict[str, Any]]:
+        """The ``fragments`` of a ``leave`` event."""
+        return [
+            {
+                "fragment": index,
+                "parameters": ledger.size,
+                "credited_samples": ledger.credited_element_samples() / ledger.size,
+                "pending_samples": ledger.pending_element_samples(self.samples) / ledger.size,
+                "version": meta.version,
+                "digest": meta.digest.hex(),
+            }
+            for index, (meta, ledger) in enumerate(zip(self.fragments, self.ledgers, strict=True))
+        ]
+
+
+def data_seed(run_id: str, peer_id: str, restart: int) -> int:
+    """A peer's own order of the data, another one after every restart."""
+    digest = hashlib.sha256(f"{run_id}\n{peer_id}\n{restart}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+class Trainer:
+    """Trains one model on this machine as part of a swarm.
+
+    :param parameters: the model's trainable parameters by name, in the layout's order
+    """
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        manifest: RunManifest,
+        settings: PeerSettings,
+        throughput: Throughput,
+        accounts: Accounts,
+        arena: SharedArena,
+        swarm: SwarmHandle,
+        metrics: MetricsWriter,
+        view: LiveView,
+        peer_view: PeerView,
+        leave: LeaveFlag,
+        checkpoint_directory: Path,
+        checkpoint_meta: Mapping[str, Any],
+        seed: int,
+    ) -> None:
+        self.task, self.model, self.parameters, self.optimizer = task, model, parameters, optimizer
+        self.manifest, self.settings = manifest, settings
+        self.accounts, self.arena, self.swarm = accounts, arena, swarm
+        self.metrics, self.view, self.peer_view, self.leave = metrics, view, peer_view, leave
+        self.micro_batch = throughput.micro_batch
+        self.checkpoint_directory, self.checkpoint_meta = checkpoint_directory, checkpoint_meta
+        self.seed = seed
+        self.held_seconds = 0.0
+        self._quiet: list[FragmentMeta] | None = None
+        self._saving: threading.Thread | None = None
+        self._save_problem: CheckpointError | None = None
+        self._history: list[tuple[float, int]] = []
+        self._losses: list[float] = []
+        self._held_out: list[Batch] | None = None
+
+    # ------------------------------------------------------------------ loop
+
+    def train(self) -> str:
+        """Make inner steps until asked to leave; returns the reason."""
+        section = self.manifest.inner_optimizer
+        batches = self.task.batches(self.seed, section.batch_size)
+        now = time.monotonic()
+        reported = accounted = now
+        # The first evaluation is early, so that a short run shows its start.
+        evaluate_at = now + min(2.0, self.settings.eval_seconds)
+        save_at = now + self.settings.checkpoint_seconds
+        self.metrics.write("training_started", processed_samples=self.accounts.samples)
+        self._history.append((now, self.accounts.samples))
+        try:
+            while True:
+                self.leave.check()
+                self._step(batches)
+                now = time.monotonic()
+                if now - reported >= REPORT_SECONDS:
+                    reported = now
+                    self._report(now)
+                if now - accounted >= ACCOUNT_SECONDS:
+                    accounted = now
+                    self.metrics.write("account", **self.accounts.fields())
+                if now >= evaluate_at and self.settings.eval_samples:
+                    evaluate_at = now + self.settings.eval_seconds
+                    self._evaluate()
+                if now >= save_at:
+                    save_at = now + self.settings.checkpoint_seconds
+                    self._save_in_background()
+        except LeaveRequested as request:
+            return str(request)
+
+    def _step(self, batches: Iterator[Batch]) -> None:
+        """One inner step, made to last as long as the emulated machine would need for it."""
+        section = self.manifest.inner_optimizer
+        began, held_before = time.monotonic(), self.held_seconds
+        set_learning_rate(self.optimizer, learning_rate(section, self.accounts.lineage_samples))
+        batch = next(batches)
+        loss, self.micro_batch = shrinking_inner_step(
+            self.task,
+            self.model,
+            self.optimizer,
+            batch,
+            self.micro_batch,
+            section.clip_norm,
+            between=self._between_micro_batches,
+        )
+        samples = len(batch[0])
+        if self.settings.emulate is not None:
+            # What held us up does not count as the machine's own time: it would hide in its slowness.
+            held = self.held_seconds - held_before
+            self._idle_until(began + samples / self.settings.emulate + held)
+        if math.isfinite(loss):
+            self.accounts.samples += samples
+            self.accounts.steps += 1
+            self._losses.append(loss)
+        else:
+            self.peer_view.note = "an inner step gave no finite loss and was left out"
+        self.handle_messages(0.0)
+
+    def _between_micro_batches(self) -> None:
+        self.leave.check()
+        self.handle_messages(0.0)
+
+    def _idle_until(self, moment: float) -> None:
+        while (left := moment - time.monotonic()) > 0:
+            self.leave.check()
+            held_before = self.held_seconds
+            self.handle_messages(min(left, 0.2))
+            moment += self.held_seconds - held_before
+
+    # -------------------------------------------------------------- messages
+
+    def handle_messages(self, wait_seconds: float) -> None:
+        """Answer what the averaging process asks."""
+        for message in self.swarm.messages(wait_seconds):
+            began = time.monotonic()
+            self.handle(message)
+            self.held_seconds += time.monotonic() - began
+
+    def handle(self, message: Any) -> None:
+        layout, accounts = self.accounts.layout, self.accounts
+        if isinstance(message, TakeSnapshot):
+            out = self.arena.snapshot[layout.slice(message.fragment)]
+            gather_fragment(self.parameters, layout, message.fragment, out)
+            self.swarm.send(SnapshotTaken(fragment=message.fragment, samples=accounts.samples, steps=accounts.steps))
+        elif isinstance(message, Rebase):
+            where = layout.slice(message.fragment)
+            accounts.replace(message.fragment, message.meta)
+            if message.keep:
+                shift_fragment(
+                    self.parameters, layout, message.fragment, self.arena.base[where], self.arena.snapshot[where]
+                )
+            else:
+                load_fragment(self.parameters, layout, message.fragment, self.arena.base[where])
+                dropped = accounts.ledgers[message.fragment].drop(accounts.samples, accounts.steps)
+                accounts.ledgers[message.fragment] = dropped
+            self.swarm.send(Rebased(fragment=message.fragment, samples=accounts.samples, steps=accounts.steps))
+        elif isinstance(message, Event):
+            self._note_event(message)
+        elif isinstance(message, Quiet):
+            self._quiet = message.fragments
+
+    def _note_event(self, event: Event) -> None:
+        fields = event.fields
+        if event.name == "peers":
+            self.peer_view.peers_in_swarm = fields["training"] + 1
+            return
+        self.metrics.write(event.name, **fields)
+        if event.name == "round":
+            if fields["outcome"] == "committed":
+                self.peer_view.last_round_at = time.time()
+                self.peer_view.last_group_size = fields["group_size"]
+                self.peer_view.last_share = fields["weight_share"]
+                self.peer_view.note = fields["reason"]
+            else:
+                self.peer_view.note = fields["reason"]
+
+    def _report(self, now: float) -> None:
+        accounts = self.accounts
+        self._history.append((now, accounts.samples))
+        while len(self._history) > 2 and self._history[1][0] < now - RATE_WINDOW_SECONDS:
+            self._history.pop(0)
+        (then, before), rate = self._history[0], 0.0
+        if now > then:
+            rate = (accounts.samples - before) / (now - then)
+        loss = sum(self._losses) / len(self._losses) if self._losses else None
+        self._losses.clear()
+        self.metrics.write("train", samples=accounts.samples, steps=accounts.steps, loss=loss, samples_per_second=rate)
+        self.swarm.send(
+            Progress(
+                samples=accounts.samples,
+                steps=accounts.steps,
+                credited_samples=accounts.credited_samples,
+                samples_per_second=rate,
+            )
+        )
+        view = self.peer_view
+        view.state, view.samples_per_second = "training", rate
+        view.loss = loss if loss is not None else view.loss
+        view.processed_samples = accounts.samples
+        view.credited_samples, view.pending_samples = accounts.credited_samples, accounts.pending_samples
+        self.view.update(view)
+        if self._save_problem is not None:
+            self.view.status(f"Training goes on, but the checkpoint could not be saved: {self._save_problem}")
+            self._save_problem = None
+
+    # ------------------------------------------------- evaluation and saving
+
+    def _with_quiet_arena(self, use: Callable[[list[FragmentMeta]], None]) -> None:
+        """Call ``use`` while no base changes; every rebase before it has been applied."""
+        self.swarm.send(Quiesce())
+        self._quiet = None
+        while self._quiet is None:
+            self.leave.check()
+            self.handle_messages(0.2)
+        try:
+            use(self._quiet)
+        finally:
+            self.swarm.send(Resume())
+
+    def _evaluate(self) -> None:
+        """Held-out loss of the base, with the local parameters put aside for as long."""
+        if self._held_out is None:
+            micro = max(self.micro_batch, 8)
+            self._held_out = self.task.held_out(micro, self.settings.eval_samples)
+        if not self._held_out:
+            return
+        base = torch.empty(0)
+        versions: list[int] = []
+        samples = 0
+
+        def copy_base(fragments: list[FragmentMeta]) -> None:
+            nonlocal base, samples
+            base = self.arena.base.clone()
+            versions.extend(meta.version for meta in fragments)
+            samples = sum(meta.total_element_samples for meta in fragments) // self.accounts.layout.num_elements
+
+        self._with_quiet_arena(copy_base)
+        layout = self.accounts.layout
+        local = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        for fragment in range(layout.num_fragments):
+            load_fragment(self.parameters, layout, fragment, base[layout.slice(fragment)])
+        try:
+            loss = mean_loss(self.task, self.model, self._held_out)
+        finally:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(local[name])
+        self.metrics.write("eval", version=min(versions), samples=samples, loss=loss)
+
+    def checkpoint_contents(
+        self, fragments: list[FragmentMeta], *, clean: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Copies of everything a restart needs. :param clean: no contribution can be under way any more"""
+        tensors = {"base": self.arena.base.clone(), "momentum": self.arena.momentum.clone()}
+        tensors |= {f"parameter.{name}": value.detach().cpu().clone() for name, value in self.parameters.items()}
+        state, optimizer_meta = optimizer_to_tensors(self.optimizer)
+        tensors |= {f"optimizer.{name}": value.detach().cpu().clone() for name, value in state.items()}
+        meta = {
+            **self.checkpoint_meta,
+            "clean": clean,
+            "samples": self.accounts.samples,
+            "steps": self.accounts.steps,
+            "optimizer": optimizer_meta,
+            "fragments": [
+                {
+                    "version": fragment.version,
+                    "digest": fragment.digest.hex(),
+                    "total_element_samples": fragment.total_element_samples,
+                    "ledger": ledger.to_json(),
+                }
+                for fragment, ledger in zip(fragments, self.accounts.ledgers, strict=True)
+            ],
+        }
+        return tensors, meta
+
+    def save(self, fragments: list[FragmentMeta], *, clean: bool) -> None:
+        """Write a checkpoint now. :raises CheckpointError:"""
+        if self._saving is not None:
+            self._saving.join()
+        save_checkpoint(self.checkpoint_directory, *self.checkpoint_contents(fragments, clean=clean))
+
+    def _save_in_background(self) -> None:
+        """Copy everything while the arena is quiet, write it in a thread; a full disk is said, not fatal."""
+        if self._saving is not None and self._saving.is_alive():
+            return
+        contents: tuple[dict[str, Tensor], dict[str, Any]] = ({}, {})
+
+        def copy(fragments: list[FragmentMeta]) -> None:
+            nonlocal contents
+            contents = self.checkpoint_contents(fragments, clean=False)
+
+        self._with_quiet_arena(copy)
+
+        def write() -> None:
+            try:
+                save_checkpoint(self.checkpoint_directory, *contents)
+            except CheckpointError as error:
+                self._save_problem = error
+
+        self._saving = threading.Thread(target=write, name="checkpoint")
+        self._saving.start()

@@ -1,0 +1,115 @@
+"""Swarm time: every peer knows from the clock alone which tick it is.
+
+A peer's clock may be wrong by minutes. It measures the offset of several other peers' corrected clocks, takes the
+median and works in corrected time; a newcomer's own clock has no vote, later it votes with offset 0. No peer's claim
+about "the current epoch" is ever believed. A minority of lying clocks cannot move the median beyond the honest ones;
+a majority can.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import hivemind.averaging.matchmaking
+import hivemind.dht.node
+import hivemind.dht.protocol
+import hivemind.utils.timed_storage  # noqa: F401  (all imported so that install() finds their clocks)
+
+
+class SwarmClock:
+    """This machine's clock plus the measured offset to the swarm's, in seconds since the epoch."""
+
+    def __init__(self, local: Callable[[], float] = time.time) -> None:
+        self._local = local
+        self.offset_seconds = 0.0
+
+    def now(self) -> float:
+        """Corrected time, seconds since the epoch."""
+        return self._local() + self.offset_seconds
+
+    def install(self) -> None:
+        """Make hivemind's DHT and matchmaking expire their records by swarm time.
+
+        hivemind binds ``get_dht_time = time.time`` by name into each of its modules (1.1.12,
+        utils/timed_storage.py:12), so each binding is replaced.
+        """
+        for name, module in list(sys.modules.items()):
+            if name.startswith("hivemind.") and hasattr(module, "get_dht_time"):
+                setattr(module, "get_dht_time", self.now)  # noqa: B010
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockSample:
+    """One question to another clock: sent and received by ours, answered by theirs, in seconds."""
+
+    sent: float
+    answered: float
+    received: float
+
+    @property
+    def round_trip_seconds(self) -> float:
+        return self.received - self.sent
+
+    @property
+    def offset_seconds(self) -> float:
+        """How far their clock is ahead of ours, if the way there took as long as the way back."""
+        return self.answered - (self.sent + self.received) / 2
+
+
+def best_offset(samples: Sequence[ClockSample]) -> float:
+    """Offset of one peer: the sample with the shortest round trip errs least (Mills, RFC 5905 section 10)."""
+    return min(samples, key=lambda sample: sample.round_trip_seconds).offset_seconds
+
+
+def correction(peer_offsets: Sequence[float], *, newcomer: bool) -> float:
+    """By how many seconds to correct our clock: the lower median, so that of two clocks exactly one moves.
+
+    :param newcomer: a peer that has no part in swarm time yet takes the others'; later its own 0 votes too
+    """
+    votes = list(peer_offsets) if newcomer else [0.0, *peer_offsets]
+    return statistics.median_low(votes) if votes else 0.0
+
+
+async def measure_offset(ask: Callable[[], Awaitable[float]], now: Callable[[], float], attempts: int = 3) -> float:
+    """Offset of one peer's corrected clock to ours, in seconds. :param ask: awaits the peer's reading."""
+    samples = []
+    for _ in range(attempts):
+        sent = now()
+        answered = await ask()
+        samples.append(ClockSample(sent=sent, answered=answered, received=now()))
+    return best_offset(samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Tick k begins at ``start_seconds + k * tick_seconds`` of swarm time and is fragment ``k mod F``'s round."""
+
+    start_seconds: float
+    tick_seconds: float
+    fragments: int
+
+    @property
+    def cycle_seconds(self) -> float:
+        """Time between two rounds of one fragment."""
+        return self.tick_seconds * self.fragments
+
+    def tick_at(self, now: float) -> int:
+        return int((now - self.start_seconds) // self.tick_seconds)
+
+    def begins(self, tick: int) -> float:
+        return self.start_seconds + tick * self.tick_seconds
+
+    def fragment(self, tick: int) -> int:
+        return tick % self.fragments
+
+    def next_tick(self, after: float) -> int:
+        """The first tick that begins strictly after ``after``, never a negative one."""
+        return max(0, self.tick_at(after) + 1)
+
+    def possible_versions(self, now: float) -> int:
+        """How many rounds of one fragment can have been held by now: no honest base has a higher version."""
+        return max(0, self.tick_at(now)) // self.fragments + 1

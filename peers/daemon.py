@@ -1,0 +1,219 @@
+"""The p2p daemon: started so that it dies with us, dialled so that failures can be told apart.
+
+hivemind starts ``p2pd`` without a parent-death signal, in our process group, with sockets straight in /tmp, and
+lets it dial the initial peers once within 15 s or die. Here the daemon starts alone, gets a parent-death signal and
+a session of its own, keeps its sockets in a directory that is removed whole, and peers are dialled afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.multiaddr import Multiaddr
+
+from dht_config.address import Address
+from dht_config.errors import LimitsError, PortInUseError
+from dht_config.network import NetworkSettings
+
+START_SECONDS = 60.0
+DIAL_SECONDS = 10.0
+SOCKET_DIRECTORY_PREFIX = "p2p-trainer-"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(death_signal: signal.Signals) -> None:
+    """Ask the kernel to send this process ``death_signal`` when its parent ends (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal)
+
+
+def make_socket_directory(remembered_in: Path) -> Path:
+    """A private directory for the daemon's Unix sockets, written down so that the next start can reap it.
+
+    Unix socket paths are at most 107 bytes, so it lies in the system's temporary directory, not in the run's.
+    """
+    reap_socket_directory(remembered_in)
+    directory = Path(tempfile.mkdtemp(prefix=SOCKET_DIRECTORY_PREFIX))
+    remembered_in.write_text(str(directory))
+    return directory
+
+
+def reap_socket_directory(remembered_in: Path) -> None:
+    """Remove the socket directory that a killed peer left behind; the name must be one of ours."""
+    try:
+        directory = Path(remembered_in.read_text().strip())
+    except (OSError, UnicodeDecodeError):
+        return
+    if directory.name.startswith(SOCKET_DIRECTORY_PREFIX):
+        shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remembered_in.unlink()
+
+
+def check_port_free(host: str, port: int) -> None:
+    """libp2p listens with SO_REUSEPORT and would share a taken port silently. :raises PortInUseError:"""
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUseError(
+                    f"Port {port} is in use by another program.",
+                    "Choose another with --port, or 0 for any free one.",
+                ) from error
+            raise PortInUseError(
+                f"Cannot listen on {host} port {port}: {error.strerror}.",
+                "Choose another address with --host or another port with --port.",
+            ) from error
+
+
+@contextlib.contextmanager
+def _children_die_with_us() -> Iterator[None]:
+    """While active, children started by asyncio get a session of their own and a parent-death signal."""
+    original = asyncio.subprocess.create_subprocess_exec
+
+    def prepare() -> None:
+        os.setsid()
+        die_with_parent(signal.SIGKILL)
+
+    asyncio.subprocess.create_subprocess_exec = partial(original, preexec_fn=prepare)
+    try:
+        yield
+    finally:
+        asyncio.subprocess.create_subprocess_exec = original
+
+
+async def start_daemon(network: NetworkSettings, identity_path: Path | None, socket_directory: Path) -> P2P:
+    """Start p2pd and connect to it; it listens but knows nobody yet.
+
+    :param identity_path: key file, or None for a throw-away identity
+    :raises LimitsError: when the daemon does not come up
+    """
+    check_port_free(network.host, network.port)
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{socket_directory}/"
+    try:
+        with _children_die_with_us():
+            return await P2P.create(
+                host_maddrs=network.listen_maddrs(),
+                announce_maddrs=list(network.announce) or None,
+                identity_path=None if identity_path is None else str(identity_path),
+                check_if_identity_free=False,
+                startup_timeout=START_SECONDS,
+            )
+    except (P2PDaemonError, ControlFailure, OSError) as error:
+        raise LimitsError(
+            f"The p2p daemon did not start: {_one_line(error)}.",
+            "Check free memory, the open-file limit (ulimit -n) and that the temporary directory is writable.",
+        ) from error
+
+
+class DialOutcome(Enum):
+    """What became of an attempt to reach an address."""
+
+    CONNECTED = "connected"
+    WRONG_PEER_ID = "answers under another peer id"
+    REFUSED = "nobody listens there"
+    TIMED_OUT = "no answer"
+    NOT_FOUND = "the host name is unknown"
+    FAILED = "not reachable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialReport:
+    """One address, what became of it, and who answered instead if somebody else did."""
+
+    address: Address
+    outcome: DialOutcome
+    actual_peer_id: str = ""
+
+    def __str__(self) -> str:
+        other = f" ({self.actual_peer_id})" if self.actual_peer_id else ""
+        return f"{self.address.text}: {self.outcome.value}{other}"
+
+
+async def dial(p2p: P2P, address: Address, timeout_seconds: float = DIAL_SECONDS) -> DialReport:
+    """Connect the daemon to one address; never raises for network trouble."""
+    transport = Multiaddr(address.text.rpartition("/p2p/")[0])
+    try:
+        await asyncio.wait_for(p2p._client.connect(PeerID.from_base58(address.peer_id), [transport]), timeout_seconds)
+    except asyncio.TimeoutError:
+        return DialReport(address=address, outcome=DialOutcome.TIMED_OUT)
+    except (ControlFailure, P2PDaemonError, OSError, EOFError) as error:
+        return _classify(address, str(transport), str(error))
+    return DialReport(address=address, outcome=DialOutcome.CONNECTED)
+
+
+def _classify(address: Address, transport: str, message: str) -> DialReport:
+    """Read the daemon's answer; it lists every address it remembers for the peer, ours in brackets."""
+    lines = [line for line in message.splitlines() if transport in line] or [message]
+    ours = lines[0]
+    mismatch = re.search(r"remote key matches (\w+)", ours)
+    if mismatch:
+        return DialReport(address=address, outcome=DialOutcome.WRONG_PEER_ID, actual_peer_id=mismatch.group(1))
+    for marks, outcome in (
+        (("connection refused",), DialOutcome.REFUSED),
+        (("deadline exceeded", "i/o timeout", "timed out"), DialOutcome.TIMED_OUT),
+        (("no good addresses", "no such host", "failed to resolve"), DialOutcome.NOT_FOUND),
+    ):
+        if any(mark in ours for mark in marks):
+            return DialReport(address=address, outcome=outcome)
+    return DialReport(address=address, outcome=DialOutcome.FAILED)
+
+
+async def dial_all(p2p: P2P, addresses: Sequence[Address]) -> list[DialReport]:
+    """Dial all at once."""
+    return list(await asyncio.gather(*(dial(p2p, address) for address in addresses)))
+
+
+async def answers_elsewhere(peer_id: str, addresses: Sequence[Address], socket_directory: Path) -> bool:
+    """Whether another daemon answers under ``peer_id`` at one of the addresses: a copied identity.
+
+    Asked through a throw-away daemon, since a daemon cannot dial its own identity.
+    """
+    stranger = await start_daemon(NetworkSettings(host="127.0.0.1"), None, socket_directory)
+    try:
+        reports = await dial_all(stranger, [address for address in addresses if address.peer_id == peer_id])
+    finally:
+        await stranger.shutdown()
+    return any(report.outcome is DialOutcome.CONNECTED for report in reports)
+
+
+def limit_write_time(seconds: float) -> None:
+    """Bound every write of a message: a peer that stops reading would hold its handler for ever.
+
+    hivemind's ``P2P.send_protobuf`` has no timeout (1.1.12, p2p_daemon.py:374 and 450). Idempotent.
+    """
+    if getattr(P2P.send_protobuf, "bounded", False):
+        return
+    original = P2P.send_protobuf
+
+    async def send_protobuf(protobuf: object, writer: asyncio.StreamWriter) -> None:
+        await asyncio.wait_for(original(protobuf, writer), seconds)
+
+    send_protobuf.bounded = True  # type: ignore[attr-defined]
+    P2P.send_protobuf = staticmethod(send_protobuf)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

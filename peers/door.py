@@ -1,0 +1,176 @@
+"""Getting in: dial addresses until somebody answers, set the clock, enter the DHT, find the manifest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.servicer import StubBase
+
+from dht_config.address import Address, parse_addresses
+from dht_config.errors import FingerprintError, RecordError, UnreachableError, WrongPeerIdError
+from dht_config.keys import manifest_key
+from dht_config.records import SignedManifest
+from dht_config.validators import SwarmRecordValidator
+from peers.clock import SwarmClock, correction, measure_offset
+from peers.daemon import DialOutcome, DialReport, dial_all
+from peers.messages import Ask, AskHeader
+from peers.round import TRANSPORT_ERRORS
+
+RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0)
+ALONE_AFTER_ATTEMPTS = 2
+REMEMBERED_PEERS = 32
+CLOCK_PEERS = 8
+CLOCK_ANSWER_SECONDS = 5.0
+RPC_WAIT_SECONDS = 3.0
+
+Stub = Callable[[PeerID], StubBase]
+
+
+def remembered_addresses(path: Path) -> list[Address]:
+    """Peers met in earlier sessions, best first; a damaged file is as good as none."""
+    try:
+        texts = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    if not isinstance(texts, list):
+        return []
+    good, _ = parse_addresses([text for text in texts if isinstance(text, str)])
+    return good[:REMEMBERED_PEERS]
+
+
+def remember_addresses(path: Path, addresses: Iterable[str]) -> None:
+    """Write down whom to ask next time; a full disk only costs the memory."""
+    partial = path.with_suffix(".partial")
+    with suppress(OSError):
+        partial.write_text(json.dumps(list(dict.fromkeys(addresses))[:REMEMBERED_PEERS]))
+        os.replace(partial, path)
+
+
+async def find_someone(
+    p2p: P2P,
+    addresses: Sequence[Address],
+    *,
+    may_start: bool,
+    wait_seconds: float,
+    on_waiting: Callable[[str], None],
+) -> list[Address]:
+    """Dial until at least one address answers; empty only if ``may_start`` and nobody does.
+
+    :raises WrongPeerIdError: every address that answers does so under another peer id
+    :raises UnreachableError: nobody answered within ``wait_seconds``
+    """
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + wait_seconds
+    others = [address for address in addresses if address.peer_id != str(p2p.peer_id)]
+    attempt = 0
+    while others:
+        reports = await dial_all(p2p, others)
+        connected = [report.address for report in reports if report.outcome is DialOutcome.CONNECTED]
+        if connected:
+            return connected
+        attempt += 1
+        if may_start and attempt >= ALONE_AFTER_ATTEMPTS:
+            return []
+        _refuse_wrong_ids(reports, may_start)
+        pause = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS)) - 1]
+        if loop.time() + pause > give_up:
+            raise UnreachableError(
+                f"Nobody answered at {len(others)} address(es): {'; '.join(map(str, reports))}.",
+                "Check the network, ask the organiser whether the bootstrap peer runs, or give another "
+                "peer's address with --peer.",
+            )
+        on_waiting(f"Nobody answers yet ({reports[0]}); trying again in {pause:.0f} s.")
+        await asyncio.sleep(pause)
+    return []
+
+
+def _refuse_wrong_ids(reports: Sequence[DialReport], may_start: bool) -> None:
+    wrong = [report for report in reports if report.outcome is DialOutcome.WRONG_PEER_ID]
+    if len(wrong) == len(reports) and not may_start:
+        first = wrong[0]
+        raise WrongPeerIdError(
+            f"At {first.address.text.rpartition('/p2p/')[0]} peer {first.actual_peer_id} answers, "
+            f"not {first.address.peer_id}.",
+            "The bootstrap peer may have lost its identity: ask the organiser for a new invite.",
+        )
+
+
+async def set_clock(clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, newcomer: bool) -> int:
+    """Correct the clock by the median offset to up to eight peers; returns how many answered."""
+
+    async def offset_to(peer: PeerID) -> float | None:
+        async def ask() -> float:
+            answer = await stub(peer).rpc_time(Ask(AskHeader()), timeout=CLOCK_ANSWER_SECONDS)
+            if answer.header is None:
+                raise EOFError("a malformed clock reading")
+            return float(answer.header.seconds)
+
+        try:
+            return await measure_offset(ask, clock.now)
+        except TRANSPORT_ERRORS:
+            return None
+
+    measured = await asyncio.gather(*(offset_to(peer) for peer in peers[:CLOCK_PEERS]))
+    offsets = [offset for offset in measured if offset is not None]
+    clock.offset_seconds += correction(offsets, newcomer=newcomer)
+    return len(offsets)
+
+
+async def enter_dht(
+    p2p: P2P, validator: SwarmRecordValidator, known: Sequence[Address], *, observer: bool = False
+) -> DHTNode:
+    """A DHT node in this event loop, through the daemon we already have.
+
+    No caching: a cached record hides a newer one until it expires.
+    """
+    return await DHTNode.create(
+        p2p=p2p,
+        initial_peers=[address.text for address in known] or None,
+        record_validator=validator,
+        wait_timeout=RPC_WAIT_SECONDS,
+        cache_locally=False,
+        cache_on_store=False,
+        cache_nearest=0,
+        ensure_bootstrap_success=False,
+        strict=False,
+        client_mode=observer,
+    )
+
+
+async def fetch_manifest(
+    node: DHTNode, run_id: str, organiser_public_key: bytes | None, attempts: int = 5
+) -> SignedManifest:
+    """The run's manifest from the DHT, verified.
+
+    :raises FingerprintError: the peers we reached carry other runs only, or none
+    """
+    others: set[str] = set()
+    for attempt in range(attempts):
+        found = await node.get(manifest_key(), latest=True)
+        entries = found.value if found is not None and isinstance(found.value, dict) else {}
+        for subkey, entry in entries.items():
+            try:
+                signed = SignedManifest.from_payload(entry.value)
+                signed.verify(organiser_public_key if subkey == run_id else None)
+                if signed.run_id() == run_id:
+                    return signed
+                others.add(signed.run_id())
+            except RecordError:
+                continue
+        await asyncio.sleep(0.5 * (attempt + 1))
+    if others:
+        raise FingerprintError(
+            f"The peers we reached carry the run {', '.join(sorted(others))}, not {run_id}.",
+            "Ask the organiser for an invite to the run as it is now.",
+        )
+    raise FingerprintError(
+        f"We reached a peer, but nobody there knows the run {run_id}.",
+        "Ask the organiser for a new invite, or wait until a peer of the run is back.",
+    )

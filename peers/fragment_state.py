@@ -1,0 +1,172 @@
+"""One fragment as this peer holds it: base, account and what is under way; how a new base takes the old one's place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from peers.arena import SharedArena
+from peers.fragments import FragmentLayout
+from peers.ledger import Ledger
+from peers.lineage import Claim
+from peers.messages import MAX_RECEIPTS, AveragedPart, Receipt
+from peers.outer import Nesterov, base_digest
+from peers.pipe import FragmentMeta, SnapshotTaken
+from peers.round import RoundPlan, element_samples, receipt_for
+from peers.transfer import FetchedBase, FrozenBase
+
+RECENT_ROUNDS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextBase:
+    """A base that is complete but not yet in place."""
+
+    version: int
+    digest: bytes
+    total_element_samples: int
+    base: torch.Tensor
+    momentum: torch.Tensor
+
+
+class FragmentState:
+    """Everything one peer knows of one fragment. ``busy`` is held by whoever works on its next base."""
+
+    def __init__(self, index: int, layout: FragmentLayout, arena: SharedArena) -> None:
+        where = layout.slice(index)
+        self.index = index
+        self.size = layout.size(index)
+        self.base = arena.base[where]
+        self.momentum = arena.momentum[where]
+        self.snapshot = arena.snapshot[where]
+        self.version = -1
+        self.digest = b""
+        self.total_element_samples = 0
+        self.ledger = Ledger.open(self.size)
+        self.receipts: deque[Receipt] = deque(maxlen=MAX_RECEIPTS)
+        self.busy = asyncio.Lock()
+        self.content = asyncio.Lock()
+        self.taken: SnapshotTaken | None = None
+        self.unresolved_mates: frozenset[str] = frozenset()
+        self.recent_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
+
+    @property
+    def claim(self) -> Claim:
+        """What this peer announces for the fragment."""
+        return Claim(version=self.version, digest=self.digest, total_samples=self.total_element_samples // self.size)
+
+    @property
+    def meta(self) -> FragmentMeta:
+        return FragmentMeta(
+            version=self.version,
+            digest=self.digest,
+            total_element_samples=self.total_element_samples,
+            ledger=self.ledger.to_json(),
+        )
+
+    def restore(self, meta: FragmentMeta) -> None:
+        """Take over the description of the base that lies in the arena."""
+        self.version, self.digest = meta.version, meta.digest
+        self.total_element_samples = meta.total_element_samples
+        self.ledger = Ledger.from_json(meta.ledger)
+
+    def contribution(self) -> torch.Tensor:
+        """Local parameters minus base as of the snapshot: a new float32 tensor ``(size,)``."""
+        return torch.sub(self.snapshot, self.base)
+
+    def frozen(self) -> FrozenBase:
+        """A copy of the base for serving."""
+        return FrozenBase(
+            version=self.version,
+            digest=self.digest,
+            total_element_samples=self.total_element_samples,
+            payload=self.base.numpy().tobytes() + self.momentum.numpy().tobytes(),
+            receipts=tuple(self.receipts),
+        )
+
+    def next_base(
+        self, outer: Nesterov, plan: RoundPlan, average: torch.Tensor, parts: Sequence[AveragedPart]
+    ) -> NextBase:
+        """The outer step, in buffers of its own (shadow); nothing in place changes."""
+        base, momentum = outer.step(self.base, self.momentum, average)
+        total = self.total_element_samples + element_samples(plan, parts)
+        version = self.version + 1
+        digest = base_digest(
+            fragment=self.index,
+            version=version,
+            total_element_samples=total,
+            base=base,
+            momentum=momentum,
+        )
+        return NextBase(version=version, digest=digest, total_element_samples=total, base=base, momentum=momentum)
+
+    def commit(self, new: NextBase, plan: RoundPlan, parts: Sequence[AveragedPart], own_id: bytes) -> None:
+        """Put a round's base in place. The reference becomes the snapshot where we are in it, else the old base."""
+        receipt = receipt_for(plan, parts, new.version)
+        entry, held = receipt.ranges_of(own_id)
+        self._set_reference(held)
+        if entry is not None:
+            self.ledger = self.ledger.credit(held, entry.samples, entry.steps)
+        self.receipts.append(receipt)
+        self._put(new)
+
+    def adopt(self, fetched: FetchedBase, own_id: bytes, *, clean: bool) -> bool:
+        """Put a fetched base in place; returns whether this peer's progress stands.
+
+        Receipts say whether a contribution whose answers we missed is in it. If we cannot know, progress is
+        dropped: a sample may be lost, but none counts twice.
+
+        :param clean: no contribution of ours is unresolved
+        """
+        held: list[tuple[int, int]] = []
+        keep = True
+        missed = sorted(
+            (receipt for receipt in fetched.receipts if receipt.version > self.version),
+            key=lambda receipt: receipt.version,
+        )
+        for receipt in missed:
+            entry, ranges = receipt.ranges_of(own_id)
+            if entry is None or not ranges:
+                continue
+            if self.taken is not None and entry.samples == self.taken.samples:
+                held.extend(ranges)
+            else:
+                keep = False  # counted from a snapshot that we no longer have
+            self.ledger = self.ledger.credit(ranges, entry.samples, entry.steps)
+        versions = {receipt.version for receipt in missed}
+        if not clean and not versions >= set(range(self.version + 1, fetched.claim.version + 1)):
+            keep = False
+        self._set_reference(held)
+        self.receipts.extend(missed)
+        self._put(
+            NextBase(
+                version=fetched.claim.version,
+                digest=fetched.claim.digest,
+                total_element_samples=fetched.total_element_samples,
+                base=fetched.base,
+                momentum=fetched.momentum,
+            )
+        )
+        return keep
+
+    def _set_reference(self, held: Iterable[tuple[int, int]]) -> None:
+        """``snapshot`` stays in the ranges ``held``; elsewhere it becomes the base, so that progress counts from it."""
+        position = 0
+        for start, stop in sorted(held):
+            if position < start:
+                self.snapshot[position:start].copy_(self.base[position:start])
+            position = max(position, stop)
+        if position < self.size:
+            self.snapshot[position:].copy_(self.base[position:])
+
+    def _put(self, new: NextBase) -> None:
+        self.base.copy_(new.base)
+        self.momentum.copy_(new.momentum)
+        self.version, self.digest = new.version, new.digest
+        self.total_element_samples = new.total_element_samples
+        self.taken = None
+        self.unresolved_mates = frozenset()

@@ -1,0 +1,122 @@
+"""The cut of a model's parameters into fragments: the unit of averaging, transfer and memory planning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+SNAP_FRACTION = 0.25
+"""A cut moves to the next tensor border if that changes a fragment by at most this share of its size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of one parameter that lies in one fragment; all positions in elements."""
+
+    name: str
+    tensor_start: int
+    fragment_start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentLayout:
+    """Parameters in order, flattened into one float32 vector, cut at ``bounds`` (F + 1 positions in elements)."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def num_fragments(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def num_elements(self) -> int:
+        return self.bounds[-1]
+
+    def size(self, fragment: int) -> int:
+        """Elements of one fragment."""
+        return self.bounds[fragment + 1] - self.bounds[fragment]
+
+    def slice(self, fragment: int) -> slice:
+        return slice(self.bounds[fragment], self.bounds[fragment + 1])
+
+    def segments(self, fragment: int) -> Iterator[Segment]:
+        begin, end = self.bounds[fragment], self.bounds[fragment + 1]
+        position = 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            length = math.prod(shape)
+            low, high = max(begin, position), min(end, position + length)
+            if low < high:
+                yield Segment(name=name, tensor_start=low - position, fragment_start=low - begin, length=high - low)
+            position += length
+
+
+def cut(shapes: Mapping[str, Sequence[int]], fragments: int) -> FragmentLayout:
+    """Cut parameters, in order, into ``fragments`` pieces of about equal bytes.
+
+    A cut snaps to a tensor border within 25 % of a fragment's size, so that most tensors lie in one fragment.
+
+    :raises ValueError: if the model has fewer elements than fragments.
+    """
+    borders = [0]
+    for shape in shapes.values():
+        borders.append(borders[-1] + math.prod(shape))
+    total = borders[-1]
+    if total < fragments:
+        raise ValueError(f"a model of {total} parameters cannot be cut into {fragments} fragments")
+    ideal = total / fragments
+    bounds = [0]
+    for index in range(1, fragments):
+        wanted = round(index * ideal)
+        nearest = min(borders, key=lambda border: abs(border - wanted))
+        position = nearest if abs(nearest - wanted) <= SNAP_FRACTION * ideal else wanted
+        room_left = total - (fragments - index)
+        bounds.append(min(max(position, bounds[-1] + 1), room_left))
+    return FragmentLayout(
+        names=tuple(shapes), shapes=tuple(tuple(shape) for shape in shapes.values()), bounds=(*bounds, total)
+    )
+
+
+def gather_fragment(
+    parameters: Mapping[str, torch.Tensor], layout: FragmentLayout, fragment: int, out: torch.Tensor
+) -> None:
+    """Copy a fragment of ``parameters`` (any device and dtype) into ``out``: float32, CPU, ``(size,)``."""
+    for segment in layout.segments(fragment):
+        source = parameters[segment.name].detach().reshape(-1)
+        out[segment.fragment_start : segment.fragment_start + segment.length].copy_(
+            source[segment.tensor_start : segment.tensor_start + segment.length]
+        )
+
+
+def shift_fragment(
+    parameters: Mapping[str, torch.Tensor],
+    layout: FragmentLayout,
+    fragment: int,
+    base: torch.Tensor,
+    reference: torch.Tensor,
+) -> None:
+    """Rebase in place: parameters become ``base + (parameters - reference)``; both are float32, ``(size,)``."""
+    with torch.no_grad():
+        for segment in layout.segments(fragment):
+            part = slice(segment.fragment_start, segment.fragment_start + segment.length)
+            flat = parameters[segment.name].detach().reshape(-1)
+            target = flat[segment.tensor_start : segment.tensor_start + segment.length]
+            progress = target.to(device="cpu", dtype=torch.float32) - reference[part]
+            target.copy_(progress.add_(base[part]))
+
+
+def load_fragment(
+    parameters: Mapping[str, torch.Tensor], layout: FragmentLayout, fragment: int, values: torch.Tensor
+) -> None:
+    """Overwrite a fragment of ``parameters`` with ``values``: float32, CPU, ``(size,)``."""
+    with torch.no_grad():
+        for segment in layout.segments(fragment):
+            flat = parameters[segment.name].detach().reshape(-1)
+            flat[segment.tensor_start : segment.tensor_start + segment.length].copy_(
+                values[segment.fragment_start : segment.fragment_start + segment.length]
+            )

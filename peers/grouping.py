@@ -1,0 +1,183 @@
+"""Finding a group for a round: hivemind's matchmaking, on swarm time, with signed announcements and a quorum.
+
+All peers of a round declare the same expiration, the beginning of its tick; the smallest peer id leads and
+assembles the group when the tick begins. The schema hash names fragment, version and digest, so that peers with
+different bases never meet. What this does not stop: a leader that leaves out peers it does not like.
+
+Overridden or relied on in hivemind 1.1.12: ``Matchmaking.min_group_size`` is read wherever a leader decides whether
+to assemble; ``GroupKeyManager`` calls ``dht.store``/``dht.get`` with ``return_future=True`` and awaits the result;
+a step is used through ``data_for_gather``, ``scheduled_time``, ``deadline`` and ``get_timeout()``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.proto import averaging_pb2
+
+from dht_config.errors import RecordError
+from dht_config.records import RoundAnnouncement, open_announcement
+from peers.ledger import PendingSpan
+from peers.lineage import Claim, has_quorum
+from peers.round import GroupMember
+
+POLL_SECONDS = 0.15
+"""Least time between two looks at one matchmaking key; hivemind asks again without a pause (a core per peer)."""
+
+
+class NodeAsDHT:
+    """hivemind's ``DHT`` interface, as far as matchmaking uses it, over a DHTNode in this very event loop."""
+
+    def __init__(self, node: DHTNode) -> None:
+        self._node = node
+        self.peer_id = node.peer_id
+        self._looked: dict[str, float] = {}
+
+    async def store(
+        self, key: str, value: Any, expiration_time: float, subkey: Any = None, return_future: bool = True
+    ) -> bool:
+        return bool(await self._node.store(key, value, expiration_time, subkey=subkey))
+
+    async def get(self, key: str, latest: bool = False, return_future: bool = True) -> Any:
+        now = asyncio.get_running_loop().time()
+        await asyncio.sleep(max(0.0, self._looked.get(key, 0.0) + POLL_SECONDS - now))
+        self._looked[key] = asyncio.get_running_loop().time()
+        return await self._node.get(key, latest=latest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSearch:
+    """One search for a group, with the attributes that hivemind reads from its StepControl (times in swarm time)."""
+
+    scheduled_time: float
+    deadline: float
+    data_for_gather: bytes
+    now: Callable[[], float]
+
+    def get_timeout(self) -> float:
+        return max(0.0, self.deadline - self.now())
+
+
+def schema_hash(fragment: int, claim: Claim) -> bytes:
+    """Peers meet only if this is equal: same fragment, same version, same bits."""
+    return hashlib.sha256(struct.pack("<IQ", fragment, claim.version) + claim.digest).digest()
+
+
+class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships no types
+    """hivemind's matchmaking for one fragment's rounds.
+
+    :param present: the training peers known now, as base58 ids, without ourselves: what a quorum is counted against
+    """
+
+    def __init__(
+        self,
+        p2p: P2P,
+        dht: NodeAsDHT,
+        *,
+        run_id: str,
+        prefix: str,
+        servicer_type: type[ServicerBase],
+        matchmaking_seconds: float,
+        present: Callable[[], Collection[str]],
+    ) -> None:
+        self._present = present
+        self._run_id = run_id
+        self._expected: tuple[int, int, Claim] | None = None
+        super().__init__(
+            p2p,
+            b"-",
+            dht,
+            servicer_type=servicer_type,
+            prefix=prefix,
+            target_group_size=None,
+            min_group_size=2,
+            min_matchmaking_time=matchmaking_seconds,
+            request_timeout=matchmaking_seconds * 0.9,
+            client_mode=False,
+        )
+
+    @property
+    def min_group_size(self) -> int:
+        """As many as are here if they are a quorum, else one more than are here."""
+        members = {str(self.peer_id), *(str(peer) for peer in self.current_followers)}
+        everyone = {str(self.peer_id), *self._present()}
+        return len(members) if has_quorum(members, everyone) else len(members) + 1
+
+    @min_group_size.setter
+    def min_group_size(self, value: int) -> None:
+        """hivemind's constructor assigns a constant; the quorum decides instead."""
+
+    async def find(
+        self, search: GroupSearch, *, fragment: int, tick: int, claim: Claim
+    ) -> tuple[bytes, tuple[GroupMember, ...]] | None:
+        """A group for this round: its id and its members in the leader's order, or None if there is none in time."""
+        self._expected = (fragment, tick, claim)
+        self.schema_hash = schema_hash(fragment, claim)
+        try:
+            group = await self.look_for_group(search)
+        except (
+            MatchmakingException,
+            P2PDaemonError,
+            P2PHandlerError,
+            ControlFailure,
+            OSError,
+            AssertionError,
+        ):
+            # AssertionError: hivemind checks a leader's answer by assert; a leader that names nonsense has no group.
+            return None
+        finally:
+            self._expected = None
+        if group is None:
+            return None
+        members = []
+        for peer_id, blob in zip(group.peer_ids, group.gathered, strict=True):
+            announcement = self._valid_announcement(peer_id, blob, fragment, tick, claim)
+            if announcement is None:
+                return None
+            members.append(_member(peer_id, announcement))
+        if len({member.peer_id for member in members}) < len(members):
+            return None
+        return group.group_id, tuple(members)
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        """Admit only followers whose signed announcement is valid and for this very round."""
+        expected = self._expected
+        if expected is not None and self._valid_announcement(context.remote_id, request.gather, *expected) is None:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        async for message in super().rpc_join_group(request, context):
+            yield message
+
+    def _valid_announcement(
+        self, peer_id: PeerID, blob: bytes, fragment: int, tick: int, claim: Claim
+    ) -> RoundAnnouncement | None:
+        try:
+            announcement = open_announcement(peer_id.to_bytes(), blob, self._run_id)
+        except RecordError:
+            return None
+        same_round = (announcement.fragment, announcement.tick) == (fragment, tick)
+        same_base = (announcement.version, announcement.digest) == (claim.version, claim.digest)
+        return announcement if same_round and same_base else None
+
+
+def _member(peer_id: PeerID, announcement: RoundAnnouncement) -> GroupMember:
+    return GroupMember(
+        peer_id=peer_id,
+        spans=tuple(
+            PendingSpan(start=start, stop=stop, samples=samples, steps=steps)
+            for start, stop, samples, steps in announcement.spans
+        ),
+        samples=announcement.samples_total,
+        steps=announcement.steps_total,
+    )

@@ -1,0 +1,134 @@
+"""Which of this peer's samples are in the base: invariant 2, every sample counts exactly once.
+
+A peer counts the samples it processed since the run began, across restarts. For every stretch of a fragment the
+ledger says up to which count its work is accounted for. Accounting follows parts: a reducer that closes a part
+without us leaves exactly that stretch pending, and the next contribution covers it with the weight it is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Elements ``[start, stop)`` of a fragment, and the cumulative counts accounted for in them.
+
+    ``samples`` were either credited (averaged into a base) or dropped; ``credited`` is the part that was credited.
+    """
+
+    start: int
+    stop: int
+    samples: int = 0
+    steps: int = 0
+    credited: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingSpan:
+    """What a contribution brings for elements ``[start, stop)``: samples and inner steps not yet in the base."""
+
+    start: int
+    stop: int
+    samples: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Accounts of one fragment. Values never change; each event makes a new ledger."""
+
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def open(cls, size: int, samples: int = 0, steps: int = 0) -> Ledger:
+        """A fresh ledger in which everything up to ``samples`` counts as accounted for (and dropped, if not 0)."""
+        return cls((Span(start=0, stop=size, samples=samples, steps=steps),))
+
+    @property
+    def size(self) -> int:
+        return self.spans[-1].stop
+
+    def pending(self, samples: int, steps: int) -> tuple[PendingSpan, ...]:
+        """What is pending at cumulative counts ``samples`` and ``steps``, neighbours of equal value merged."""
+        merged: list[PendingSpan] = []
+        for span in self.spans:
+            piece = PendingSpan(
+                start=span.start,
+                stop=span.stop,
+                samples=max(0, samples - span.samples),
+                steps=max(0, steps - span.steps),
+            )
+            if merged and (merged[-1].samples, merged[-1].steps) == (piece.samples, piece.steps):
+                merged[-1] = replace(merged[-1], stop=piece.stop)
+            else:
+                merged.append(piece)
+        return tuple(merged)
+
+    def credit(self, ranges: Iterable[tuple[int, int]], samples: int, steps: int) -> Ledger:
+        """The base now holds our work up to the cumulative counts in these element ranges."""
+        ledger = self
+        for start, stop in ranges:
+            ledger = ledger._account(start, stop, samples, steps, credited=True)
+        return ledger
+
+    def drop(self, samples: int, steps: int) -> Ledger:
+        """Give up pending work up to the cumulative counts: it is in no base and never will be."""
+        return self._account(0, self.size, samples, steps, credited=False)
+
+    def _account(self, start: int, stop: int, samples: int, steps: int, *, credited: bool) -> Ledger:
+        result: list[Span] = []
+        for span in self.spans:
+            low, high = max(start, span.start), min(stop, span.stop)
+            if low >= high:
+                result.append(span)
+                continue
+            if span.start < low:
+                result.append(replace(span, stop=low))
+            gained = max(0, samples - span.samples)
+            result.append(
+                Span(
+                    start=low,
+                    stop=high,
+                    samples=span.samples + gained,
+                    steps=max(span.steps, steps),
+                    credited=span.credited + (gained if credited else 0),
+                )
+            )
+            if high < span.stop:
+                result.append(replace(span, start=high))
+        return Ledger(_merge(result))
+
+    def credited_element_samples(self) -> int:
+        """Sum over elements of the samples credited in them."""
+        return sum((span.stop - span.start) * span.credited for span in self.spans)
+
+    def dropped_element_samples(self) -> int:
+        return sum((span.stop - span.start) * (span.samples - span.credited) for span in self.spans)
+
+    def pending_element_samples(self, samples: int) -> int:
+        return sum((span.stop - span.start) * max(0, samples - span.samples) for span in self.spans)
+
+    def to_json(self) -> list[list[int]]:
+        return [[span.start, span.stop, span.samples, span.steps, span.credited] for span in self.spans]
+
+    @classmethod
+    def from_json(cls, rows: Sequence[Sequence[int]]) -> Ledger:
+        return cls(
+            tuple(
+                Span(start=start, stop=stop, samples=samples, steps=steps, credited=credited)
+                for start, stop, samples, steps, credited in rows
+            )
+        )
+
+
+def _merge(spans: Sequence[Span]) -> tuple[Span, ...]:
+    merged: list[Span] = []
+    for span in spans:
+        last = merged[-1] if merged else None
+        if last and (last.samples, last.steps, last.credited) == (span.samples, span.steps, span.credited):
+            merged[-1] = replace(last, stop=span.stop)
+        else:
+            merged.append(span)
+    return tuple(merged)

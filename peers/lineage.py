@@ -1,0 +1,73 @@
+"""Which base is the swarm's, and who may move it on: pure decisions on what peers announce.
+
+Bases form a line of versions. If a partition or a lost message made two of one version, the one with more samples
+wins and the others fetch it. What this does not stop: a majority of announcers that lie together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A peer's announcement for one fragment: version, digest (32 bytes) and total samples of the lineage."""
+
+    version: int
+    digest: bytes
+    total_samples: int
+
+    @property
+    def rank(self) -> tuple[int, int, bytes]:
+        """Order of lineages: more samples win; the rest only makes the order total."""
+        return (self.total_samples, self.version, self.digest)
+
+
+def choose_base(
+    own: Claim | None,
+    claims: Mapping[str, Claim],
+    *,
+    possible_versions: int,
+    groupmates: Collection[str] = (),
+) -> Claim | None:
+    """The base this peer should fetch, or None if it holds the right one (or nobody announces any).
+
+    A newcomer takes the claim that most peers announce. A peer with a base moves to a better claim if at least
+    two peers announce it, or as many as announce its own, or one of its ``groupmates`` in a round whose answers it
+    missed. Versions above ``possible_versions`` (from the clock) are ignored.
+
+    :param claims: by peer id, without our own
+    """
+    plausible = {peer: claim for peer, claim in claims.items() if claim.version <= possible_versions}
+    votes = Counter(plausible.values())
+    if own is None:
+        if not votes:
+            return None
+        return max(votes, key=lambda claim: (votes[claim], claim.rank))
+    support_of_own = votes[own] + 1
+    missed = {plausible[peer] for peer in groupmates if peer in plausible}
+    better = [
+        claim
+        for claim, count in votes.items()
+        if claim.rank > own.rank
+        and (count >= 2 or count >= support_of_own or (claim in missed and claim.version == own.version + 1))
+    ]
+    return max(better, key=lambda claim: (votes[claim], claim.rank), default=None)
+
+
+def has_quorum(members: Collection[str], present: Collection[str]) -> bool:
+    """Whether a group may make the next version, so that no second group can make a rival one.
+
+    At least two members, and more than half of the training peers that are present; exactly half suffices for the
+    half that holds the smallest peer id.
+
+    :param members: the group, ourselves included
+    :param present: all training peers that are known and reachable, ourselves included
+    """
+    everyone = set(present) | set(members)
+    inside = len(set(members))
+    if inside < 2:
+        return False
+    return 2 * inside > len(everyone) or (2 * inside == len(everyone) and min(everyone) in members)

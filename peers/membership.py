@@ -1,0 +1,78 @@
+"""Who is in the run: the peers' signed records, read together into one view at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hivemind.p2p import PeerID
+
+from dht_config.errors import RecordError
+from dht_config.keys import profiles_key, states_key
+from dht_config.records import PeerProfile, SwarmState
+from peers.lineage import Claim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """What one peer announces, and until when (swarm time, seconds) that stands."""
+
+    profile: PeerProfile
+    claims: tuple[Claim, ...] = ()
+    expires: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Every other peer with a live record, by base58 peer id, as read at ``read_at`` (swarm time, seconds)."""
+
+    read_at: float = 0.0
+    members: Mapping[str, Member] = field(default_factory=dict)
+
+    def training(self, unreachable: Mapping[str, float] | None = None) -> frozenset[str]:
+        """Peers that take part in rounds.
+
+        :param unreachable: peers that did not answer, with the expiry of the record they had then: a peer counts
+            again as soon as it has renewed its record.
+        """
+        lost = unreachable or {}
+        return frozenset(
+            peer
+            for peer, member in self.members.items()
+            if member.profile.status == "training" and member.expires > lost.get(peer, float("-inf"))
+        )
+
+    def claims(self, fragment: int) -> dict[str, Claim]:
+        """What peers announce for one fragment."""
+        return {peer: member.claims[fragment] for peer, member in self.members.items() if fragment < len(member.claims)}
+
+
+def read_view(found: Mapping[str, object], run_id: str, now: float) -> View:
+    """Put profiles and states together.
+
+    :param found: what ``DHTNode.get_many`` gave for the run's profiles and states
+    """
+    profiles, states = (_entries(found.get(key(run_id))) for key in (profiles_key, states_key))
+    claims: dict[bytes, tuple[Claim, ...]] = {}
+    for subkey, (payload, _) in states.items():
+        with suppress(RecordError):
+            claims[subkey] = tuple(
+                Claim(version=claim.version, digest=claim.digest, total_samples=claim.total_samples)
+                for claim in SwarmState.from_payload(payload).fragments
+            )
+    members: dict[str, Member] = {}
+    for subkey, (payload, expires) in profiles.items():
+        with suppress(RecordError):
+            members[str(PeerID(subkey))] = Member(
+                profile=PeerProfile.from_payload(payload), claims=claims.get(subkey, ()), expires=expires
+            )
+    return View(read_at=now, members=members)
+
+
+def _entries(found: object) -> dict[bytes, tuple[bytes, float]]:
+    """Subkey to payload and expiration, from hivemind's dictionary value."""
+    value = getattr(found, "value", None)
+    if not isinstance(value, dict):
+        return {}
+    return {subkey: (entry.value, entry.expiration_time) for subkey, entry in value.items()}

@@ -1,0 +1,222 @@
+"""Every message that travels between peers, on one page.
+
+A message is a length-prefixed msgpack header, checked by a strict schema, and a raw body. Nothing is unpickled;
+msgpack extension types are not used. A message that does not parse has ``header`` None: the receiver leaves its
+sender out, no exception crosses the transport. The classes have protobuf's three methods because that is what
+hivemind's ServicerBase moves. What the schemas do not stop: well-formed lies.
+
+=====================  ====================================================  ==============================
+rpc                    request                                               answer
+=====================  ====================================================  ==============================
+rpc_time               Ask                                                   Clock
+rpc_join_group         hivemind's JoinRequest (gather = RoundAnnouncement)   hivemind's MessageFromLeader
+rpc_average            stream of Part, in part order                         stream of Average, in part order
+rpc_base               BaseRequest                                           BaseHeader, then BaseChunk
+=====================  ====================================================  ==============================
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any, ClassVar
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_HEADER_LENGTH = struct.Struct("<I")
+MAX_HEADER_BYTES = 256 * 1024
+MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_GROUP_SIZE = 256
+MAX_RECEIPTS = 64
+
+Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
+PeerIdBytes = Annotated[bytes, Field(min_length=8, max_length=64)]
+Version = Annotated[int, Field(ge=0, le=2**40)]
+Count = Annotated[int, Field(ge=0, le=2**60)]
+Position = Annotated[int, Field(ge=0, le=2**40)]
+
+
+class Header(BaseModel):
+    """Base of all headers: strict types, no unknown fields, no inf or NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class AskHeader(Header):
+    """Asks for a clock reading."""
+
+
+class ClockHeader(Header):
+    """The peer's swarm time, seconds since the epoch."""
+
+    seconds: float
+
+
+class PartHeader(Header):
+    """One part of a sender's contribution: body is float32, little endian, exactly the part's elements."""
+
+    group_id: Annotated[bytes, Field(min_length=8, max_length=64)]
+    part: Annotated[int, Field(ge=0, le=2**20)]
+
+
+class AverageHeader(Header):
+    """One averaged part, the same bytes for everyone. Bit i of ``included`` says whether member i is in it."""
+
+    part: Annotated[int, Field(ge=0, le=2**20)]
+    included: Annotated[bytes, Field(min_length=1, max_length=MAX_GROUP_SIZE // 8)]
+
+
+class Contributor(Header):
+    """A member of a round with its cumulative counts at the snapshot it contributed."""
+
+    peer_id: PeerIdBytes
+    samples: Count
+    steps: Count
+
+
+class AveragedPart(Header):
+    """Elements ``[start, stop)`` of a round and the indices of the contributors whose work is in them."""
+
+    start: Position
+    stop: Position
+    included: Annotated[list[int], Field(max_length=MAX_GROUP_SIZE)]
+
+
+class Receipt(Header):
+    """Who is in which part of the base of ``version``: what a peer that missed the commit learns its fate from."""
+
+    version: Version
+    tick: Version
+    contributors: Annotated[list[Contributor], Field(max_length=MAX_GROUP_SIZE)]
+    parts: Annotated[list[AveragedPart], Field(max_length=4096)]
+
+    def ranges_of(self, peer_id: bytes) -> tuple[Contributor | None, list[tuple[int, int]]]:
+        """The peer's entry, and the element ranges that hold its contribution."""
+        for index, contributor in enumerate(self.contributors):
+            if contributor.peer_id == peer_id:
+                held = [(part.start, part.stop) for part in self.parts if index in part.included]
+                return contributor, held
+        return None, []
+
+
+class BaseRequestHeader(Header):
+    """Asks for the base of one fragment, and for receipts of the versions after ``known_version``."""
+
+    fragment: Annotated[int, Field(ge=0, le=255)]
+    version: Version
+    digest: Digest
+    known_version: Annotated[int, Field(ge=-1, le=2**40)]
+
+
+class BaseHeader(Header):
+    """Announces a base: the body chunks that follow are its parameters, then its momentum, float32."""
+
+    version: Version
+    total_element_samples: Annotated[bytes, Field(min_length=16, max_length=16)]
+    receipts: Annotated[list[Receipt], Field(max_length=MAX_RECEIPTS)]
+
+
+class BaseChunkHeader(Header):
+    """The next bytes of a base."""
+
+    offset: Position
+
+
+class WireMessage:
+    """A header and a body, with the methods that hivemind's transport calls."""
+
+    header_type: ClassVar[type[Header]]
+
+    def __init__(self, header: Any = None, body: bytes | memoryview = b"") -> None:
+        self.header = header
+        self.body = body
+
+    def SerializeToString(self) -> bytes:
+        packed: bytes = msgpack.packb(self.header.model_dump(), use_bin_type=True)
+        return b"".join((_HEADER_LENGTH.pack(len(packed)), packed, self.body))
+
+    def ParseFromString(self, data: bytes) -> None:
+        self.header = None
+        if len(data) < _HEADER_LENGTH.size:
+            return
+        (length,) = _HEADER_LENGTH.unpack_from(data)
+        end = _HEADER_LENGTH.size + length
+        if length > MAX_HEADER_BYTES or end > len(data) or len(data) - end > MAX_BODY_BYTES:
+            return
+        try:
+            fields = msgpack.unpackb(data[_HEADER_LENGTH.size : end], raw=False, strict_map_key=True)
+            self.header = self.header_type.model_validate(fields)
+        except (ValueError, ValidationError, msgpack.exceptions.UnpackException, RecursionError):
+            return
+        self.body = memoryview(data)[end:]
+
+    @classmethod
+    def FromString(cls, data: bytes) -> WireMessage:
+        message = cls()
+        message.ParseFromString(data)
+        return message
+
+
+class Ask(WireMessage):
+    header_type = AskHeader
+    header: AskHeader | None
+
+
+class Clock(WireMessage):
+    header_type = ClockHeader
+    header: ClockHeader | None
+
+
+class Part(WireMessage):
+    header_type = PartHeader
+    header: PartHeader | None
+
+
+class Average(WireMessage):
+    header_type = AverageHeader
+    header: AverageHeader | None
+
+
+class BaseRequest(WireMessage):
+    header_type = BaseRequestHeader
+    header: BaseRequestHeader | None
+
+
+class BaseAnnouncement(WireMessage):
+    header_type = BaseHeader
+    header: BaseHeader | None
+
+
+class BaseChunk(WireMessage):
+    header_type = BaseChunkHeader
+    header: BaseChunkHeader | None
+
+
+class BaseAnswer(WireMessage):
+    """First a BaseHeader, then BaseChunkHeaders: which one is told apart by its fields."""
+
+    header: BaseHeader | BaseChunkHeader | None
+
+    def ParseFromString(self, data: bytes) -> None:
+        for kind in (BaseChunk, BaseAnnouncement):
+            parsed = kind.FromString(data)
+            if parsed.header is not None:
+                self.header, self.body = parsed.header, parsed.body
+                return
+        self.header = None
+
+
+def mask_of(indices: set[int], group_size: int) -> bytes:
+    """Bit i set for each index i, in ceil(group_size / 8) bytes."""
+    value = sum(1 << index for index in indices)
+    return value.to_bytes((group_size + 7) // 8, "little")
+
+
+def indices_of(mask: bytes, group_size: int) -> set[int] | None:
+    """The indices in a mask, or None if it is not a mask for a group of this size."""
+    if len(mask) != (group_size + 7) // 8:
+        return None
+    value = int.from_bytes(mask, "little")
+    if value >> group_size:
+        return None
+    return {index for index in range(group_size) if value >> index & 1}

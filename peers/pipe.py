@@ -1,0 +1,189 @@
+"""Every message between the training process and the averaging process, on one page.
+
+They travel through a pipe of our own, in order, and the order decides who may touch the shared arena:
+
+- From ``TakeSnapshot`` to its answer the training process writes that fragment of ``arena.snapshot``.
+- From ``Rebase`` to its answer the averaging process leaves that fragment alone.
+- From ``Quiet`` to ``Resume`` the averaging process leaves all of the arena alone.
+- At all other times ``base`` and ``momentum`` belong to the averaging process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dht_config.errors import P2PTrainerError
+from dht_config.records import SignedManifest
+from peers.fragments import FragmentLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentMeta:
+    """What belongs to a fragment's base besides its tensors; ``ledger`` as from ``Ledger.to_json``."""
+
+    version: int
+    digest: bytes
+    total_element_samples: int
+    ledger: list[list[int]]
+
+
+# --- training process to averaging process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configure:
+    """The arena is ready (its file descriptor follows in the pipe).
+
+    ``fragments`` describes the bases that lie in the arena, or is None when they must be fetched.
+    ``clean`` says that no contribution of ours can be under way since the bases were saved.
+    """
+
+    layout: FragmentLayout
+    signed_manifest: SignedManifest
+    fragments: list[FragmentMeta] | None
+    samples: int
+    steps: int
+    clean: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginTraining:
+    """Training has begun: announce it and take part in rounds."""
+
+    samples_per_second: float
+    micro_batch: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotTaken:
+    """The fragment's parameters lie in ``arena.snapshot``, as of these cumulative counts."""
+
+    fragment: int
+    samples: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebased:
+    """The fragment's parameters stand on the new base, at these cumulative counts."""
+
+    fragment: int
+    samples: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Cumulative counts and the current rate, for the profile."""
+
+    samples: int
+    steps: int
+    credited_samples: float
+    samples_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesce:
+    """Stop changing the arena and say so with ``Quiet``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The arena may change again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Finish or hand over rounds, say goodbye, end."""
+
+    reason: str
+
+
+# --- averaging process to training process
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Nobody is reachable yet; one plain line for a person."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connected:
+    """This peer is in the DHT. ``signed_manifest`` is None only for a peer that starts the run."""
+
+    peer_id: str
+    addresses: tuple[str, ...]
+    signed_manifest: SignedManifest | None
+
+
+@dataclass(frozen=True, slots=True)
+class Syncing:
+    """Bases are being fetched."""
+
+    bytes_received: int
+    bytes_expected: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synced:
+    """Bases lie in the arena, references in ``arena.snapshot``.
+
+    ``keep[f]`` says whether restored progress of fragment f stands (parameters - reference) or is dropped.
+    """
+
+    fragments: list[FragmentMeta]
+    keep: list[bool]
+    samples: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Copy this fragment's parameters into ``arena.snapshot`` and answer ``SnapshotTaken``."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebase:
+    """The fragment has a new base: parameters become base + (parameters - reference in ``arena.snapshot``).
+
+    If ``keep`` is False they become the base: progress is dropped, since its fate is unknown.
+    """
+
+    fragment: int
+    keep: bool
+    meta: FragmentMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """The arena does not change until ``Resume``; these are its bases."""
+
+    fragments: list[FragmentMeta]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something for metrics.jsonl: ``round``, ``rebase`` or ``peers``."""
+
+    name: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The averaging process cannot go on; the training process raises this error."""
+
+    error: P2PTrainerError
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Goodbye has been said; the arena will not change any more."""
+
+    fragments: list[FragmentMeta]

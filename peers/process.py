@@ -1,0 +1,184 @@
+"""Starting the averaging process and talking to it from the training process.
+
+The process is forked before the training process touches CUDA or starts a thread; hivemind's pieces do not survive
+spawn. It dies with its parent, also when that is killed: the kernel sends it TERM, it says goodbye and cleans up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import uvloop
+
+from dht_config.errors import P2PTrainerError, SwarmProcessDied
+from peers.arena import SharedArena
+from peers.daemon import die_with_parent
+from peers.pipe import Configure, Failed, Stop, Stopped
+from peers.settings import SwarmSettings
+from peers.swarm import Swarm
+
+logger = logging.getLogger(__name__)
+
+SWARM_THREADS = 1
+"""Tensor arithmetic of the averaging process: bound by memory, not by cores, and training needs those."""
+END_SECONDS = 7.0
+
+
+class SwarmHandle:
+    """The training process's end of the averaging process."""
+
+    def __init__(self, process: multiprocessing.Process, pipe: Connection, settings: SwarmSettings) -> None:
+        self._process = process
+        self._pipe = pipe
+        self._settings = settings
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    def send(self, message: Any) -> None:
+        """:raises SwarmProcessDied: if nobody listens any more"""
+        try:
+            self._pipe.send(message)
+        except OSError as error:
+            raise self._died() from error
+
+    def configure(self, configure: Configure, arena: SharedArena) -> None:
+        """Hand over the arena."""
+        self.send(configure)
+        reduction.send_handle(self._pipe, arena.descriptor, self.pid)
+
+    def messages(self, wait_seconds: float = 0.0) -> Iterator[Any]:
+        """Every message that is there, waiting for the first one at most ``wait_seconds``.
+
+        :raises P2PTrainerError: what the averaging process failed with
+        :raises SwarmProcessDied: if it ended without a word
+        """
+        until = time.monotonic() + wait_seconds
+        while self._pipe.poll(max(0.0, until - time.monotonic())):
+            until = 0.0
+            try:
+                message = self._pipe.recv()
+            except (EOFError, OSError) as error:
+                raise self._died() from error
+            if isinstance(message, Failed):
+                raise message.error
+            yield message
+            if isinstance(message, Stopped):
+                return
+
+    def stop(self, reason: str) -> None:
+        """Ask it to leave; ``Stopped`` follows."""
+        self.send(Stop(reason))
+
+    def close(self) -> None:
+        """End the process, politely if it still lives, and remove its sockets."""
+        self._process.join(0.5)
+        for end in (self._process.terminate, self._process.kill):
+            if not self._process.is_alive():
+                break
+            end()
+            self._process.join(END_SECONDS / 2)
+        self._pipe.close()
+        shutil.rmtree(self._settings.socket_directory, ignore_errors=True)
+
+    def _died(self) -> P2PTrainerError:
+        self._process.join(1.0)
+        return SwarmProcessDied(
+            f"The averaging process ended unexpectedly (exit code {self._process.exitcode}).",
+            "Start the same command again: it continues from the last checkpoint.",
+        )
+
+
+def start_swarm(settings: SwarmSettings) -> SwarmHandle:
+    """Fork the averaging process. Call it before CUDA is touched and before any thread is started."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=True)
+    process = context.Process(
+        target=_main, args=(settings, theirs, ours, os.getpid()), name="p2p-trainer swarm", daemon=True
+    )
+    process.start()
+    theirs.close()
+    return SwarmHandle(process, ours, settings)  # type: ignore[arg-type]  # ForkProcess is not a Process to typeshed
+
+
+def _main(settings: SwarmSettings, pipe: Connection, parents_end: Connection, parent: int) -> None:
+    parents_end.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent:
+        return
+    torch.set_num_threads(SWARM_THREADS)
+    uvloop.install()
+    asyncio.run(_serve(settings, pipe))
+
+
+async def _serve(settings: SwarmSettings, pipe: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    parent_pid = os.getppid()
+    lost = False
+
+    def send(message: Any) -> None:
+        nonlocal lost
+        try:
+            pipe.send(message)
+        except OSError:
+            if not lost:
+                lost = True
+                swarm.receive(Stop("the training process is gone"))
+
+    def read() -> None:
+        # A thread of its own: uvloop makes a watched descriptor non-blocking, and half a message would be an error.
+        try:
+            while True:
+                message = pipe.recv()
+                if isinstance(message, Configure):
+                    arena = SharedArena(reduction.recv_handle(pipe), message.layout.num_elements)
+                    loop.call_soon_threadsafe(swarm.configured, message, arena)
+                else:
+                    loop.call_soon_threadsafe(swarm.receive, message)
+        except (EOFError, OSError) as error:
+            logger.debug("The pipe from the training process ended: %r", error)
+            with suppress(RuntimeError):  # the loop may have ended first
+                loop.call_soon_threadsafe(swarm.receive, Stop("the training process is gone"))
+
+    swarm = Swarm(settings, send)
+    loop.set_exception_handler(_note_stray_exception)
+    threading.Thread(target=read, name="pipe reader", daemon=True).start()
+    # A service manager signals every process of the unit; only the parent's word or its death counts.
+    loop.add_signal_handler(
+        signal.SIGTERM,
+        lambda: swarm.receive(Stop("the training process is gone")) if os.getppid() != parent_pid else None,
+    )
+    try:
+        await swarm.run()
+    except Exception as error:
+        logger.exception("The averaging process failed")
+        send(Failed(SwarmProcessDied(f"The averaging process failed: {error!r}.", "Please report this.")))
+    finally:
+        if os.getppid() != parent_pid:
+            shutil.rmtree(settings.socket_directory, ignore_errors=True)
+
+
+def _note_stray_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Errors of tasks that nobody awaits.
+
+    hivemind leaves such tasks behind in the normal course of things: waits in matchmaking.py:343, and writes to a
+    peer that hung up in p2p_daemon.py:491.
+    """
+    task = context.get("task") or context.get("future")
+    level = logging.DEBUG if "hivemind" in repr(task) or "Event.wait" in repr(task) else logging.ERROR
+    logger.log(level, "%s: %r", context.get("message"), context.get("exception") or task)

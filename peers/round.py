@@ -1,0 +1,297 @@
+"""One round of one fragment: an all-reduce that a peer commits whole or not at all (invariant 3).
+
+Every member is a reducer for an equal share of the fragment, cut into parts. It streams its contribution to the
+other reducers part by part and gets back, for each part, the average (the same bytes for everyone) and who is in
+it. A member whose answers are incomplete at the deadline returns no result: nothing has changed for it, and it
+learns from a receipt later whether the others counted it. A member goes on reducing for the others all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+
+from peers.ledger import PendingSpan
+from peers.messages import (
+    Average,
+    AveragedPart,
+    AverageHeader,
+    Contributor,
+    Part,
+    PartHeader,
+    Receipt,
+    indices_of,
+)
+from peers.reducer import FLOAT32, InvalidPart, PartReducer, decode_values
+
+CallReducer = Callable[[PeerID, AsyncIterator[Part]], Awaitable[AsyncIterator[Average]]]
+TRANSPORT_ERRORS = (P2PDaemonError, P2PHandlerError, ControlFailure, OSError, EOFError, asyncio.TimeoutError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMember:
+    """A member as its signed announcement describes it."""
+
+    peer_id: PeerID
+    spans: tuple[PendingSpan, ...]
+    samples: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """What all members of a group know alike before the first byte is sent."""
+
+    group_id: bytes
+    tick: int
+    fragment: int
+    size: int
+    members: tuple[GroupMember, ...]
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    """For each reducer, the element ranges of its parts."""
+
+    def index(self, peer_id: PeerID) -> int | None:
+        for position, member in enumerate(self.members):
+            if member.peer_id == peer_id:
+                return position
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundResult:
+    """A complete average, float32 ``(size,)``, and which members are in which elements."""
+
+    average: torch.Tensor
+    parts: tuple[AveragedPart, ...]
+    bytes_sent: int
+    bytes_received: int
+
+
+class RoundVoid(Exception):
+    """This peer has no complete average; the text says why. The contribution is carried on."""
+
+
+def split_fragment(size: int, reducers: int, part_elements: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Equal shares for the reducers, each cut into parts of at most ``part_elements``; integers only."""
+    borders = [size * index // reducers for index in range(reducers + 1)]
+    return tuple(
+        tuple(
+            (start, min(start + part_elements, borders[index + 1]))
+            for start in range(borders[index], borders[index + 1], part_elements)
+        )
+        for index in range(reducers)
+    )
+
+
+def deadline_seconds(recent_seconds: Sequence[float], cycle_seconds: float) -> float:
+    """How long a reducer waits for senders: from the transfers measured so far, within a share of the cycle.
+
+    Median plus three median absolute deviations, doubled, since a round that took longer was not seen yet; before
+    any measurement half a cycle. Never under 0.5 s, which a busy machine needs, never over one cycle.
+    """
+    if not recent_seconds:
+        return max(0.5, cycle_seconds / 2)
+    median = statistics.median(recent_seconds)
+    spread = statistics.median(abs(value - median) for value in recent_seconds)
+    return min(max(0.5, 2 * (median + 3 * spread) + 0.5), max(0.5, cycle_seconds))
+
+
+def receipt_for(plan: RoundPlan, parts: Sequence[AveragedPart], version: int) -> Receipt:
+    """The receipt that goes with the base of ``version`` this round makes."""
+    return Receipt(
+        version=version,
+        tick=plan.tick,
+        contributors=[
+            Contributor(peer_id=member.peer_id.to_bytes(), samples=member.samples, steps=member.steps)
+            for member in plan.members
+        ],
+        parts=list(parts),
+    )
+
+
+def element_samples(plan: RoundPlan, parts: Sequence[AveragedPart]) -> int:
+    """Sum over elements of the samples that the round adds to the lineage; an exact integer."""
+    total = 0
+    for part in parts:
+        for index in part.included:
+            for span in plan.members[index].spans:
+                overlap = min(span.stop, part.stop) - max(span.start, part.start)
+                total += max(0, overlap) * span.samples
+    return total
+
+
+class Round:
+    """This peer's side of one round: sender to every reducer, and reducer of its own share.
+
+    :param contribution: local parameters minus base, float32 ``(plan.size,)``; not changed
+    :param wait_seconds: how long this reducer waits for senders
+    """
+
+    def __init__(
+        self,
+        plan: RoundPlan,
+        own_id: PeerID,
+        contribution: torch.Tensor,
+        call_reducer: CallReducer,
+        wait_seconds: float,
+    ) -> None:
+        own_index = plan.index(own_id)
+        if own_index is None:
+            raise RoundVoid("the group does not contain this peer")
+        self.plan = plan
+        self.own_index: int = own_index
+        self._contribution = contribution
+        self._call_reducer = call_reducer
+        self._wait_seconds = wait_seconds
+        self.reducer = PartReducer(
+            plan.ranges[own_index],
+            [member.spans for member in plan.members],
+            minimum=min(2, len(plan.members)),
+        )
+        self._average = torch.zeros(plan.size)
+        self._included: dict[tuple[int, int], list[int]] = {}
+        self._streaming: set[int] = set()
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.failed: dict[PeerID, str] = {}
+
+    async def run(self) -> RoundResult:
+        """Take part until every answer is here. :raises RoundVoid: when one is not, with the first reason."""
+        closing = asyncio.create_task(self._close_at_deadline())
+        try:
+            tasks = [
+                asyncio.create_task(self._exchange(index))
+                for index in range(len(self.plan.members))
+                if self.plan.ranges[index]
+            ]
+            await asyncio.wait(tasks)
+            reasons = [error for task in tasks if (error := task.exception()) is not None]
+            unexpected = [error for error in reasons if not isinstance(error, RoundVoid)]
+            if unexpected:
+                raise unexpected[0]
+            if reasons:
+                raise reasons[0]
+        finally:
+            if all(self.reducer.result(part).done() for part in range(self.reducer.num_parts)):
+                closing.cancel()
+            else:
+                await closing
+        parts = tuple(
+            AveragedPart(start=start, stop=stop, included=included)
+            for (start, stop), included in sorted(self._included.items())
+        )
+        return RoundResult(
+            average=self._average,
+            parts=parts,
+            bytes_sent=self.bytes_sent,
+            bytes_received=self.bytes_received,
+        )
+
+    async def answer(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncIterator[Average]:
+        """Serve one sender: count its parts as they come, send each average as soon as it exists."""
+        sender = self.plan.index(remote_id)
+        if sender is None or sender == self.own_index or sender in self._streaming:
+            return
+        self._streaming.add(sender)
+        counting = asyncio.create_task(self._count(stream, sender))
+        try:
+            for part in range(self.reducer.num_parts):
+                averaged = await asyncio.shield(self.reducer.result(part))
+                self.bytes_sent += len(averaged.payload)
+                yield Average(AverageHeader(part=part, included=averaged.mask), averaged.payload)
+            # The daemon resets a stream that we close before the sender's end mark has come, and drops our answers.
+            await asyncio.wait({counting}, timeout=self._wait_seconds)
+        except InvalidPart:
+            return
+        finally:
+            if not counting.done():
+                counting.cancel()
+                await self.reducer.leave_out(sender, "closed its stream")
+
+    async def _count(self, stream: AsyncIterator[Part], sender: int) -> None:
+        expected = 0
+        try:
+            async for message in stream:
+                header = message.header
+                if header is None or header.part != expected or header.group_id != self.plan.group_id:
+                    raise InvalidPart("a malformed part or one out of order")
+                values = self.reducer.decode(expected, message.body)
+                self.bytes_received += len(message.body)
+                await self.reducer.add(sender, expected, values)
+                expected += 1
+            if expected < self.reducer.num_parts:
+                raise InvalidPart(f"sent {expected} of {self.reducer.num_parts} parts")
+        except InvalidPart as error:
+            await self.reducer.leave_out(sender, str(error))
+
+    async def _close_at_deadline(self) -> None:
+        await asyncio.sleep(self._wait_seconds)
+        await self.reducer.close()
+
+    async def _exchange(self, index: int) -> None:
+        """Send this peer's contribution to one reducer and take its averages."""
+        if index == self.own_index:
+            await self._reduce_own()
+            return
+        reducer = self.plan.members[index].peer_id
+        try:
+            await asyncio.wait_for(self._talk_to(index, reducer), self._wait_seconds * 1.5 + 1.0)
+        except TRANSPORT_ERRORS as error:
+            reason = "did not answer in time" if isinstance(error, asyncio.TimeoutError) else "was lost"
+            self.failed[reducer] = reason
+            raise RoundVoid(f"reducer {str(reducer)[-6:]} {reason}") from error
+        except InvalidPart as error:
+            self.failed[reducer] = str(error)
+            raise RoundVoid(f"reducer {str(reducer)[-6:]} answered wrongly: {error}") from error
+
+    async def _talk_to(self, index: int, reducer: PeerID) -> None:
+        answers = await self._call_reducer(reducer, self._parts_for(index))
+        await self._receive(index, answers)
+
+    async def _parts_for(self, index: int) -> AsyncIterator[Part]:
+        for part, (start, stop) in enumerate(self.plan.ranges[index]):
+            body = self._contribution[start:stop].numpy().astype(FLOAT32, copy=False).tobytes()
+            self.bytes_sent += len(body)
+            yield Part(PartHeader(group_id=self.plan.group_id, part=part), body)
+
+    async def _receive(self, index: int, answers: AsyncIterator[Average]) -> None:
+        ranges = self.plan.ranges[index]
+        received = 0
+        async for message in answers:
+            header = message.header
+            if header is None or header.part != received or received >= len(ranges):
+                raise InvalidPart("a malformed average or one out of order")
+            included = indices_of(header.included, len(self.plan.members))
+            if not included:
+                raise InvalidPart("an average of nobody")
+            start, stop = ranges[received]
+            values = decode_values(message.body, stop - start)
+            self.bytes_received += len(message.body)
+            self._average[start:stop] = values
+            self._included[start, stop] = sorted(included)
+            received += 1
+            if received == len(ranges):
+                with suppress(RuntimeError):
+                    await answers.aclose()  # type: ignore[attr-defined]  # hivemind returns an async generator
+                return
+        raise InvalidPart(f"{received} of {len(ranges)} averages")
+
+    async def _reduce_own(self) -> None:
+        for part, (start, stop) in enumerate(self.plan.ranges[self.own_index]):
+            await self.reducer.add(self.own_index, part, self._contribution[start:stop])
+        for part, (start, stop) in enumerate(self.plan.ranges[self.own_index]):
+            try:
+                averaged = await asyncio.shield(self.reducer.result(part))
+            except InvalidPart as error:
+                raise RoundVoid(str(error)) from error
+            values = np.frombuffer(averaged.payload, dtype=FLOAT32).astype(np.float32)
+            self._average[start:stop] = torch.from_numpy(values)
+            self._included[start, stop] = sorted(averaged.included)

@@ -1,0 +1,40 @@
+"""What a peer's averaging process is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dht_config.address import Address
+from dht_config.identity import Identity
+from dht_config.network import NetworkSettings
+
+Role = Literal["training", "serving"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmSettings:
+    """Who we are, where things are kept, and whom to ask first."""
+
+    run_id: str
+    identity: Identity
+    run_directory: Path
+    socket_directory: Path
+    network: NetworkSettings
+    role: Role
+    addresses: tuple[Address, ...]
+    """Addresses from the invite, the manifest and the command line; remembered ones are added."""
+    may_start: bool
+    """Whether this peer may go on alone if nobody is reachable: the organiser's or the run's first peer."""
+    organiser_public_key: bytes | None
+    """Only a manifest signed by this key is believed; None if it is not known (joining by manifest file)."""
+    needs_manifest: bool
+    """Whether the manifest must come from the DHT; the organiser brings its own."""
+    restart: int
+    wait_seconds: float
+    """How long to try to reach anybody before giving up."""
+
+    @property
+    def remembered_peers_path(self) -> Path:
+        return self.run_directory / "peers.json"

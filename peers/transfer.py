@@ -1,0 +1,154 @@
+"""Bases on the wire: serving one frozen snapshot per version, and fetching one, verified by its digest.
+
+A donor is believed in nothing but receipts: the bytes must hash to the digest that was asked for. What this does
+not stop: a donor that sends a false receipt can make a peer that missed a commit drop its own unaveraged work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from peers.lineage import Claim
+from peers.messages import (
+    BaseAnswer,
+    BaseChunkHeader,
+    BaseHeader,
+    BaseRequestHeader,
+    Receipt,
+)
+from peers.outer import base_digest
+from peers.reducer import FLOAT32
+
+CHUNK_BYTES = 1 << 20
+STREAMS_AT_ONCE = 4
+SNAPSHOTS_KEPT = 4
+
+
+class TransferFailed(Exception):
+    """A donor did not deliver the base that was asked for; the text says why. Another donor may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenBase:
+    """The bytes of one base (parameters, then momentum, float32 little endian) and what belongs to it."""
+
+    version: int
+    digest: bytes
+    total_element_samples: int
+    payload: bytes
+    receipts: tuple[Receipt, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedBase:
+    """A verified base: two float32 tensors of ``(size,)``, and the receipts of the versions we missed."""
+
+    claim: Claim
+    total_element_samples: int
+    base: torch.Tensor
+    momentum: torch.Tensor
+    receipts: tuple[Receipt, ...]
+    bytes_received: int
+
+
+class BaseServer:
+    """Serves bases to other peers, from at most a few frozen snapshots, at most four streams at once.
+
+    :param freeze: awaits a copy of a fragment's current base. Called once per version, not once per request.
+    """
+
+    def __init__(self, freeze: Callable[[int], Awaitable[FrozenBase]]) -> None:
+        self._freeze = freeze
+        self._frozen: dict[int, FrozenBase] = {}
+        self._streams = asyncio.Semaphore(STREAMS_AT_ONCE)
+        self.bytes_sent = 0
+
+    async def answer(self, request: BaseRequestHeader) -> AsyncIterator[BaseAnswer]:
+        """Stream the base that was asked for; nothing at all if it is not the current one."""
+        async with self._streams:
+            frozen = self._frozen.get(request.fragment)
+            if frozen is None or frozen.digest != request.digest:
+                frozen = await self._freeze(request.fragment)
+                if frozen.digest != request.digest:
+                    return
+                self._frozen.pop(request.fragment, None)
+                self._frozen[request.fragment] = frozen
+                while len(self._frozen) > SNAPSHOTS_KEPT:
+                    del self._frozen[next(iter(self._frozen))]
+            news = [receipt for receipt in frozen.receipts if receipt.version > request.known_version]
+            yield BaseAnswer(
+                BaseHeader(
+                    version=frozen.version,
+                    total_element_samples=frozen.total_element_samples.to_bytes(16, "little"),
+                    receipts=news,
+                )
+            )
+            payload = memoryview(frozen.payload)
+            for offset in range(0, len(payload), CHUNK_BYTES):
+                body = payload[offset : offset + CHUNK_BYTES]
+                self.bytes_sent += len(body)
+                yield BaseAnswer(BaseChunkHeader(offset=offset), body)
+
+
+async def receive_base(
+    answers: AsyncIterator[BaseAnswer],
+    *,
+    fragment: int,
+    size: int,
+    claim: Claim,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> FetchedBase:
+    """Take a base from a donor's stream and verify it.
+
+    :param size: elements of the fragment; the stream may not bring a byte more than belongs to it
+    :param on_bytes: told of every chunk's length as it arrives
+    :raises TransferFailed: when the donor ends early, sends anything malformed, or other bytes than announced
+    """
+    header: BaseHeader | None = None
+    expected = 2 * size * FLOAT32.itemsize
+    buffer = bytearray(expected)
+    received = 0
+    async for answer in answers:
+        if isinstance(answer.header, BaseHeader) and header is None:
+            header = answer.header
+            if header.version != claim.version:
+                raise TransferFailed(f"sent version {header.version} instead of {claim.version}")
+        elif isinstance(answer.header, BaseChunkHeader) and header is not None:
+            end = received + len(answer.body)
+            if answer.header.offset != received or not answer.body or end > expected:
+                raise TransferFailed("sent a chunk out of order or too much")
+            buffer[received:end] = answer.body
+            received = end
+            on_bytes(len(answer.body))
+        else:
+            raise TransferFailed("sent a malformed message")
+    if header is None:
+        raise TransferFailed("does not serve this version any more")
+    if received != expected:
+        raise TransferFailed(f"ended after {received} of {expected} bytes")
+    values = torch.from_numpy(np.frombuffer(buffer, dtype=FLOAT32).astype(np.float32, copy=False))
+    base, momentum = values[:size], values[size:]
+    total = int.from_bytes(header.total_element_samples, "little")
+    digest = await asyncio.to_thread(
+        base_digest,
+        fragment=fragment,
+        version=claim.version,
+        total_element_samples=total,
+        base=base,
+        momentum=momentum,
+    )
+    if digest != claim.digest:
+        raise TransferFailed("sent bytes that do not match the announced digest")
+    return FetchedBase(
+        claim=claim,
+        total_element_samples=total,
+        base=base,
+        momentum=momentum,
+        receipts=tuple(header.receipts),
+        bytes_received=received,
+    )
