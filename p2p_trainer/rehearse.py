@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-import psutil  # type: ignore[import-untyped]
+import psutil
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -46,6 +47,8 @@ END_SECONDS = 10.0
 VANISH_SECONDS = 2.0
 """Until the kernel has ended the children of a process that is gone."""
 STATUS_SECONDS = 10.0
+EVALUATIONS = 8
+"""Per peer, about, and not more often than every 10 s: each holds up training for a moment."""
 LOG_TAIL_LINES = 15
 _SOCKET_DIRECTORY_PREFIX = "p2p-trainer-"
 _PR_SET_PDEATHSIG = 1
@@ -120,9 +123,14 @@ def rehearse(options: RehearseOptions, *, console: Console | None = None, comman
     try:
         with _status(console) as status, _terminated_like_interrupted():
             rehearsal = _Rehearsal(
-                directory=directory, peers=peers, commands=commands or ProgramCommands(), console=console, status=status
+                directory=directory,
+                peers=peers,
+                seconds=options.seconds,
+                commands=commands or ProgramCommands(),
+                console=console,
+                status=status,
             )
-            report = rehearsal.run(run, manifest, options.seconds)
+            report = rehearsal.run(run, manifest)
         if options.json_path is not None:
             _write_report(options.json_path, report)
         _print_report(console, report)
@@ -155,6 +163,7 @@ class _Rehearsal:
 
     directory: Path
     peers: Sequence[EmulatedPeer]
+    seconds: float
     commands: Commands
     console: Console
     status: _Status
@@ -163,18 +172,20 @@ class _Rehearsal:
     traces: _Traces = field(default_factory=lambda: _Traces())
     leftovers: list[str] = field(default_factory=list)
 
-    def run(self, run: str, manifest: RunManifest, seconds: float) -> Report:
+    def run(self, run: str, manifest: RunManifest) -> Report:
         """Start everything, let it train, end everything, compute the report."""
         try:
             invite = self._start_bootstrap(run)
             self._start_peers(invite, manifest)
-            self._train(seconds)
+            self._train()
             self.status.show("Asking the peers to leave")
         finally:
             self._end()
         others = [self.bootstrap] if self.bootstrap else []
         return build_report(
-            RehearsedRun(seconds=seconds, fragments=manifest.run.fragments, tick_seconds=manifest.run.tick_seconds),
+            RehearsedRun(
+                seconds=self.seconds, fragments=manifest.run.fragments, tick_seconds=manifest.run.tick_seconds
+            ),
             [_record_of(started) for started in self.joined],
             leftovers=self.leftovers,
             others=[_record_of(started) for started in others],
@@ -205,9 +216,9 @@ class _Rehearsal:
             self._watch(deadline, waiting[0], f"Peer {waiting[0].name} has not begun within {limit_seconds:.0f} s.")
             waiting = [started for started in waiting if not _trains(started)]
 
-    def _train(self, seconds: float) -> None:
+    def _train(self) -> None:
         began = time.monotonic()
-        while (left := began + seconds - time.monotonic()) > 0:
+        while (left := began + self.seconds - time.monotonic()) > 0:
             self.status.show(f"{len(self.joined)} peers are training", f"{left:.0f} s left")
             self._watch_once()
             time.sleep(min(POLL_SECONDS, left))
@@ -223,7 +234,7 @@ class _Rehearsal:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=_environment(self.directory),
+                    env=_environment(self.directory, self.seconds),
                     start_new_session=True,
                     preexec_fn=_die_with_the_rehearsal if sys.platform == "linux" else None,
                 )
@@ -418,7 +429,7 @@ def _make_directory(path: Path | None) -> Path:
     return path.absolute()
 
 
-def _environment(directory: Path) -> Mapping[str, str]:
+def _environment(directory: Path, seconds: float) -> Mapping[str, str]:
     """This process's, without the person's settings: a rehearsal meets nobody but itself.
 
     Files that the manifest names may be read: it is this person's own manifest, not a stranger's.
@@ -427,6 +438,8 @@ def _environment(directory: Path) -> Mapping[str, str]:
     return {
         **kept,
         "P2P_TRAINER_ALLOW_FILES": "true",
+        # Also a short rehearsal shows how the loss falls.
+        "P2P_TRAINER_EVAL_SECONDS": f"{min(60.0, max(10.0, seconds / EVALUATIONS)):g}",
         "XDG_CONFIG_HOME": str(directory / "no-settings"),
         "PYTHONUNBUFFERED": "1",
     }
@@ -483,10 +496,12 @@ def _write_report(path: Path, report: Report) -> None:
 
 
 def _print_report(console: Console, report: Report) -> None:
-    table = Table(title=f"Rehearsal of {report.run_id}")
-    table.add_column("peer")
-    for heading in ("solo/s", "in swarm/s", "processed", "credited", "pending", "steps", "rounds", "carried", "share"):
-        table.add_column(heading, justify="right")
+    # Fits into 80 columns.
+    table = Table(title=f"{report.run_id}, {report.seconds:g} s", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("peer", overflow="fold")
+    headings = ("alone", "in swarm", "processed", "credited", "pending", "steps", "rounds", "carried", "share")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     for peer in report.peers:
         table.add_row(
             Text(peer.name),
@@ -498,7 +513,7 @@ def _print_report(console: Console, report: Report) -> None:
             f"{peer.inner_steps}",
             f"{peer.rounds_committed}",
             f"{peer.rounds_carried}",
-            f"{100 * peer.share:.1f} %",
+            f"{100 * peer.share:.0f} %",
         )
     console.print(table)
     for line in _summary(report):
@@ -508,6 +523,7 @@ def _print_report(console: Console, report: Report) -> None:
 def _summary(report: Report) -> list[str]:
     """The swarm's lines, and the verdict."""
     lines = [
+        "alone, in swarm: samples/s; rounds: committed; share: of all credited samples.",
         f"Efficiency {report.efficiency:.3f} of the sum of what the peers do alone; credited alone "
         f"{report.credited_efficiency:.3f}.",
         f"Digests {'agree' if report.digests_agree else 'do not agree'}: {report.digests_compared} versions of "

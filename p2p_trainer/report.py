@@ -172,7 +172,8 @@ def problems(report: Report) -> list[str]:
             f"({100 * GOOD_EFFICIENCY:.0f} % is good): look at carried and skipped rounds"
         )
     losses = report.held_out_loss
-    if len(losses) > 1 and losses[-1][1] >= losses[0][1]:
+    cycle_seconds = report.fragments * report.tick_seconds
+    if losses and losses[-1][0] > losses[0][0] + cycle_seconds and losses[-1][1] >= losses[0][1]:
         found.append("the held-out loss did not fall")
     if report.leftovers:
         found.append(f"left behind: {', '.join(report.leftovers)}")

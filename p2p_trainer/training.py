@@ -49,6 +49,8 @@ from peers.process import SwarmHandle
 REPORT_SECONDS = 1.0
 ACCOUNT_SECONDS = 5.0
 RATE_WINDOW_SECONDS = 20.0
+QUIET_SECONDS = 2.0
+"""A leaving peer waits this long for the averaging process to hold still, which takes milliseconds."""
 
 
 class LeaveRequested(Exception):
@@ -345,10 +347,12 @@ class Trainer:
 
     def _with_quiet_arena(self, use: Callable[[list[FragmentMeta]], None]) -> None:
         """Call ``use`` while no base changes; every rebase before it has been applied."""
-        self.swarm.send(Quiesce())
         self._quiet = None
+        self.swarm.send(Quiesce())
+        give_up = time.monotonic() + QUIET_SECONDS
         while self._quiet is None:
-            self.leave.check()
+            if time.monotonic() > give_up:
+                self.leave.check()
             self.handle_messages(0.2)
         try:
             use(self._quiet)

@@ -156,13 +156,15 @@ class LiveView:
 
     def update(self, view: PeerView) -> None:
         """Show the live line. ``view`` may be changed and given again."""
+        first = self._last_view is None or self._progress is not None
         self._progress = None
         self._under_way = ""
         self._last_view = view
         self._unprinted = True
         now = self._clock()
         if self.interactive:
-            self._draw(Group(Text(sentence(view, now)), Text(f"run {view.run_id} · Ctrl-C leaves", style="dim")))
+            hint = Text(f"run {view.run_id} · Ctrl-C leaves", style="dim")
+            self._draw(Group(Text(sentence(view, now)), hint), now=first)
         elif now - self._printed_at >= PLAIN_UPDATE_SECONDS:
             self._print_view(view, now)
 

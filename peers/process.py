@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 SWARM_THREADS = 1
 """Tensor arithmetic of the averaging process: bound by memory, not by cores, and training needs those."""
-END_SECONDS = 7.0
+END_SECONDS = 0.5
 
 
 class SwarmHandle:
@@ -85,13 +85,11 @@ class SwarmHandle:
         self.send(Stop(reason))
 
     def close(self) -> None:
-        """End the process, politely if it still lives, and remove its sockets."""
-        self._process.join(0.5)
-        for end in (self._process.terminate, self._process.kill):
-            if not self._process.is_alive():
-                break
-            end()
-            self._process.join(END_SECONDS / 2)
+        """End the process if it still lives, with it the daemon, and remove its sockets."""
+        self._process.join(END_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
         self._pipe.close()
         shutil.rmtree(self._settings.socket_directory, ignore_errors=True)
 

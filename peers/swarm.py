@@ -14,13 +14,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, AsyncIterator, Literal, TypeVar  # noqa: UP035  (ServicerBase recognises typing's AsyncIterator only)
 
+import torch
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.p2p.servicer import StubBase
 from hivemind.proto import averaging_pb2
 
 from dht_config.address import Address, parse_addresses
-from dht_config.errors import IdentityError, P2PTrainerError
+from dht_config.errors import IdentityError, P2PTrainerError, SwarmProcessDied
 from dht_config.hardening import harden_msgpack
 from dht_config.keys import manifest_key, matchmaking_prefix, profiles_key, rpc_namespace, states_key
 from dht_config.manifest import RunManifest
@@ -199,8 +200,16 @@ class Swarm:
             return
         try:
             life = asyncio.create_task(self._live())
-            watched: set[asyncio.Future[Any]] = {life, self._stop}
+            daemon_end = asyncio.create_task(self.p2p._child.wait())
+            watched: set[asyncio.Future[Any]] = {life, daemon_end, self._stop}
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            if daemon_end.done():
+                life.cancel()
+                raise SwarmProcessDied(
+                    f"The p2p daemon ended unexpectedly (exit code {daemon_end.result()}).",
+                    "Start the same command again: it continues from the last checkpoint.",
+                )
+            daemon_end.cancel()
             if life.done():
                 life.result()
             life.cancel()
@@ -411,9 +420,11 @@ class Swarm:
         everyone = read_view(found, run_id, self.clock.now())
         own = str(self.settings.identity.peer_id)
         self._own_record = everyone.members.get(own)
+        # A record that a search missed still stands until it expires: a hiccup must not make a peer think it is alone.
+        standing = {peer: member for peer, member in self.view.members.items() if member.expires > everyone.read_at}
         members = {
             peer: member
-            for peer, member in everyone.members.items()
+            for peer, member in {**standing, **everyone.members}.items()
             if peer != own and member.profile.status != "leaving"
         }
         self.view = View(read_at=everyone.read_at, members=members)
@@ -719,6 +730,9 @@ class Swarm:
                     await self._attempt_round(tick, state, report)
                 except RoundVoid as error:
                     report["reason"] = str(error)
+                except Exception as error:
+                    logger.exception("A round failed in an unexpected way; its contribution is carried on")
+                    report["reason"] = f"unexpected: {error!r}"
         report.update(version=state.version, digest=state.digest.hex())
         self.send(Event("round", report))
 
@@ -737,8 +751,10 @@ class Swarm:
         report["outcome"] = "carried"
         spans = state.ledger.pending(taken.samples, taken.steps)
         contribution = await asyncio.to_thread(state.contribution)
-        group = await self._find_group(tick, state, taken, spans, begins)
-        group_id, members = group
+        if not bool(torch.isfinite(contribution).all()):
+            await self._discard_progress(state)
+            raise RoundVoid("the local parameters were not finite; they were set back to the base")
+        group_id, members = await self._find_group(tick, state, taken, spans, begins)
         plan = RoundPlan(
             group_id=group_id,
             tick=tick,
@@ -771,6 +787,12 @@ class Swarm:
         if any(own_index not in part.included for part in parts):
             report["reason"] = "some parts closed without us; their contribution is carried on"
         await self._wait_rebased(state, True, rebased)
+
+    async def _discard_progress(self, state: FragmentState) -> None:
+        """Set the training process back to the base: what it has is of use to nobody."""
+        async with state.content:
+            rebased = self._rebase(state, False)
+        await self._wait_rebased(state, False, rebased)
 
     async def _find_group(
         self,

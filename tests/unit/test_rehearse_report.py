@@ -1,0 +1,486 @@
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+
+from dht_config.errors import ManifestError, RehearsalError
+from p2p_trainer import rehearse as rehearse_module
+from p2p_trainer.metrics import read_metrics
+from p2p_trainer.rehearse import ProgramCommands, RehearseOptions, rehearse
+from p2p_trainer.report import PeerRecord, RehearsedRun, Report, build_report, problems, verdict
+
+RUN = RehearsedRun(seconds=20.0, fragments=2, tick_seconds=1.5)  # a cycle of 3 s
+
+
+def event(time: float, name: str, **fields: Any) -> dict[str, Any]:
+    return {"time": time, "event": name, **fields}
+
+
+def fast_peer() -> list[dict[str, Any]]:
+    """60 samples/s alone; 10 to 20 s: 540 samples, 400 of them credited. In the last 3 s it processed 150."""
+    return [
+        event(4.0, "throughput", phase="solo", samples_per_second=60.0),
+        event(5.0, "join", run_id="words-0123", processed_samples=0),
+        event(10.0, "training_started", processed_samples=0),
+        event(12.0, "throughput", phase="running", samples_per_second=58.0),
+        event(13.0, "train", samples=180, steps=22, loss=4.0),
+        event(14.0, "round", fragment=0, version=1, digest="aa", outcome="committed", weight=180),
+        event(15.5, "round", fragment=1, version=1, digest="bb", outcome="committed", weight=240),
+        event(16.0, "eval", version=1, samples=64, loss=3.5),
+        event(17.0, "round", fragment=0, version=1, digest="aa", outcome="carried", weight=300),
+        event(18.0, "train", samples=440, steps=55, loss=None),
+        event(
+            20.5,
+            "leave",
+            training_ended=20.0,
+            processed_samples=540,
+            inner_steps=67,
+            credited_samples=400.0,
+            pending_samples=140.0,
+            dropped_samples=0.0,
+            exact=True,
+            fragments=[
+                {"fragment": 0, "parameters": 100, "pending_samples": 260.0},
+                {"fragment": 1, "parameters": 300, "pending_samples": 100.0},
+            ],
+        ),
+    ]
+
+
+def slow_peer() -> list[dict[str, Any]]:
+    """20 samples/s alone; 11 to 21 s: 200 samples, 190 credited, 2 dropped, 8 pending."""
+    return [
+        event(4.0, "throughput", phase="solo", samples_per_second=20.0),
+        event(6.0, "join", run_id="words-0123", processed_samples=0),
+        event(11.0, "training_started", processed_samples=0),
+        event(15.0, "eval", version=0, samples=64, loss=5.5),
+        event(15.5, "round", fragment=1, version=1, digest="bb", outcome="committed", weight=0),
+        event(16.0, "train", samples=100, steps=12, loss=3.0),
+        event(17.0, "rebase", fragment=0, from_version=0, to_version=1, digest="aa"),
+        event(17.5, "round", fragment=0, version=2, digest="cc", outcome="committed", weight=130),
+        event(19.0, "round", fragment=1, version=1, digest="bb", outcome="skipped"),
+        event(
+            21.0,
+            "leave",
+            training_ended=21.0,
+            processed_samples=200,
+            inner_steps=25,
+            credited_samples=190.0,
+            pending_samples=8.0,
+            dropped_samples=2.0,
+            exact=True,
+            fragments=[
+                {"fragment": 0, "parameters": 100, "pending_samples": 8.0},
+                {"fragment": 1, "parameters": 300, "pending_samples": 8.0},
+            ],
+        ),
+    ]
+
+
+def report_of(*events: Sequence[dict[str, Any]], leftovers: Sequence[str] = ()) -> Report:
+    peers = [PeerRecord(name=f"peer{number}", events=list(one)) for number, one in enumerate(events)]
+    return build_report(RUN, peers, leftovers=leftovers)
+
+
+def test_efficiency_is_what_a_pencil_gives() -> None:
+    report = report_of(fast_peer(), slow_peer())
+    assert report.credited_efficiency == pytest.approx((400 / 10 + 190 / 10) / 80)
+    # Fast: between 18 s (440) and 20 s (540) there are 50 samples/s, between 13 s (180) and 18 s 52 samples/s. So at
+    # 17 s it had processed 388, and 152 since then. Of fragment 0's 260 pending samples only 152 are younger than a
+    # cycle, of fragment 1's all 100: (100 * 152 + 300 * 100) / 400 = 113. Slow: all of its 8.
+    assert report.efficiency == pytest.approx(((400 + 113) / 10 + (190 + 8) / 10) / 80)
+
+
+def test_a_peer_is_described_by_its_own_metrics() -> None:
+    fast, slow = report_of(fast_peer(), slow_peer()).peers
+    assert (fast.solo_samples_per_second, fast.swarm_samples_per_second) == (60.0, pytest.approx(54.0))
+    assert (fast.processed_samples, fast.credited_samples, fast.pending_samples) == (540, 400.0, 140.0)
+    assert (fast.inner_steps, fast.rounds_committed, fast.rounds_carried, fast.rounds_skipped) == (67, 2, 1, 0)
+    assert (slow.rounds_committed, slow.rounds_carried, slow.rounds_skipped) == (2, 0, 1)
+    assert fast.final_loss == 4.0  # the later one was not finite and is null in the file
+    assert fast.digests == {"0:1": "aa", "1:1": "bb"}
+    assert slow.digests == {"0:1": "aa", "0:2": "cc", "1:1": "bb"}
+    assert fast.seconds_to_first_credit == 9.0
+    assert slow.seconds_to_first_credit == 11.5  # its first committed round held nothing of its own
+    assert fast.share == pytest.approx(400 / 590)
+    assert fast.samples_add_up
+    assert slow.samples_add_up
+
+
+def test_the_swarm_is_described_by_all_of_them() -> None:
+    report = report_of(fast_peer(), slow_peer())
+    assert (report.run_id, report.seconds, report.fragments, report.tick_seconds) == ("words-0123", 20.0, 2, 1.5)
+    assert report.held_out_loss == [(5.0, 5.5), (6.0, 3.5)]
+    assert report.digests_agree
+    assert report.digests_compared == 2
+    assert report.leftover_processes == 0
+
+
+def test_a_fork_is_found_wherever_it_shows() -> None:
+    forked = slow_peer()
+    forked[6] = {**forked[6], "digest": "ab"}
+    report = report_of(fast_peer(), forked)
+    assert not report.digests_agree
+    assert report.digest_conflicts == ["0:1"]
+    assert "0:1" in verdict(report)
+    bootstrap = PeerRecord(name="bootstrap", events=[event(9.0, "rebase", fragment=0, to_version=2, digest="dd")])
+    peers = [PeerRecord(name="slow", events=slow_peer())]
+    assert build_report(RUN, peers).digests_agree
+    assert build_report(RUN, peers, others=[bootstrap]).digest_conflicts == ["0:2"]
+
+
+def test_one_peer_that_contradicts_itself_is_a_fork() -> None:
+    events = fast_peer()
+    events.insert(8, event(16.5, "rebase", fragment=0, from_version=0, to_version=1, digest="ee"))
+    assert report_of(events).digest_conflicts == ["0:1"]
+
+
+def test_digests_of_rounds_that_were_not_committed_are_not_compared() -> None:
+    events = slow_peer()
+    events[8] = {**events[8], "digest": "of the base it still had"}
+    assert report_of(fast_peer(), events).digests_agree
+
+
+def test_agreement_about_nothing_is_none() -> None:
+    events = [one for one in fast_peer() if one["event"] != "round"]
+    report = report_of(events)
+    assert not report.digests_agree
+    assert report.digests_compared == 0
+    assert "no round was committed" in verdict(report)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"credited_samples": 399.0},
+        {"pending_samples": 140.5},
+        {"dropped_samples": 1e-3},
+        {"exact": False},
+        {"exact": None},
+        {"processed_samples": 541},
+    ],
+)
+def test_samples_that_do_not_add_up_are_told(wrong: dict[str, Any]) -> None:
+    events = fast_peer()
+    events[-1] = {**events[-1], **wrong}
+    report = report_of(events, slow_peer())
+    assert [peer.samples_add_up for peer in report.peers] == [False, True]
+    assert "the samples of peer peer0 do not add up" in verdict(report)
+
+
+def test_means_that_are_rounded_still_add_up() -> None:
+    events = fast_peer()
+    events[-1] = {**events[-1], "credited_samples": 540 - 0.1 - 0.2, "pending_samples": 0.1, "dropped_samples": 0.2}
+    assert report_of(events).peers[0].samples_add_up
+
+
+def test_a_peer_without_a_goodbye_is_judged_by_its_last_account() -> None:
+    events = fast_peer()[:-1]
+    events.append(
+        event(19.0, "account", processed_samples=490, credited_samples=400.0, pending_samples=90.0, inner_steps=61)
+    )
+    (peer,) = report_of(events).peers
+    assert (peer.processed_samples, peer.credited_samples, peer.inner_steps) == (490, 400.0, 61)
+    assert peer.window_seconds == 9.0
+    assert not peer.samples_add_up
+    # Since 16 s: 490 - 336 = 154, so all of the 90 are younger than a cycle.
+    assert report_of(events).efficiency == pytest.approx((490 / 9) / 60)
+
+
+def test_a_window_shorter_than_a_cycle_counts_all_that_is_pending() -> None:
+    events = fast_peer()
+    events[-1] = {**events[-1], "training_ended": 12.0}
+    events = [one for one in events if one["event"] != "train"]
+    report = report_of(events)
+    assert report.efficiency == pytest.approx(((400 + (100 * 260 + 300 * 100) / 400) / 2) / 60)
+
+
+def test_a_peer_above_its_solo_speed_is_reported_as_it_is() -> None:
+    events = fast_peer()
+    events[0] = {**events[0], "samples_per_second": 30.0}
+    assert report_of(events).efficiency > 1
+
+
+@pytest.mark.parametrize(("missing", "words"), [("throughput", "no throughput"), ("training_started", "never trained")])
+def test_a_peer_that_did_not_come_to_training_is_an_error(missing: str, words: str) -> None:
+    with pytest.raises(RehearsalError, match=f"peer0 .*{words}"):
+        report_of([one for one in fast_peer() if one["event"] != missing])
+
+
+def test_torn_and_absurd_lines_do_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    odd = [event(18.5, "train", samples="many", loss=True), event(19.0, "round", outcome="committed"), {"time": None}]
+    lines = [json.dumps(one) for one in [*fast_peer()[:-1], *odd, fast_peer()[-1]]]
+    path.write_text("\n".join(lines) + '\n{"time": 21.0, "event": "trai')
+    assert report_of(read_metrics(path)).efficiency == report_of(fast_peer()).efficiency
+
+
+def test_the_report_is_json_with_the_names_that_tools_rely_on() -> None:
+    table = json.loads(
+        json.dumps(report_of(fast_peer(), slow_peer(), leftovers=["process 1 (p2pd)"]).as_json(), allow_nan=False)
+    )
+    assert table["leftover_processes"] == 1
+    assert table["held_out_loss"] == [[5.0, 5.5], [6.0, 3.5]]
+    names = (
+        "efficiency credited_efficiency digests_agree held_out_loss leftover_processes peers run_id seconds fragments "
+        "tick_seconds"
+    )
+    assert set(names.split()) <= table.keys()
+    names = (
+        "name solo_samples_per_second swarm_samples_per_second processed_samples credited_samples pending_samples "
+        "inner_steps rounds_committed rounds_carried rounds_skipped final_loss digests seconds_to_first_credit "
+        "samples_add_up"
+    )
+    assert set(names.split()) <= table["peers"][0].keys()
+
+
+def test_a_loss_that_does_not_fall_is_told_once_there_was_time_for_it() -> None:
+    events = slow_peer()
+    assert "did not fall" not in verdict(report_of(events))
+    events.insert(6, event(17.0, "eval", version=1, samples=64, loss=5.5))
+    assert "did not fall" not in verdict(report_of(events))
+    events.insert(8, event(18.5, "eval", version=2, samples=64, loss=5.6))
+    assert "did not fall" in verdict(report_of(events))
+
+
+def test_the_verdict_is_good_only_if_there_is_nothing_to_tell() -> None:
+    events = fast_peer()
+    events[0] = {**events[0], "samples_per_second": 50.0}
+    report = report_of(events)
+    assert problems(report) == []
+    assert verdict(report).startswith("Good. This peer")
+    bad = report_of(fast_peer(), slow_peer(), leftovers=["process 7 (p2pd)"])
+    assert "only 88.9 %" in verdict(bad)
+    assert "left behind: process 7 (p2pd)" in verdict(bad)
+    killed = build_report(RUN, [PeerRecord(name="8", events=fast_peer(), exit_code=-signal.SIGKILL)])
+    assert "peer 8 did not leave in time and was killed" in verdict(killed)
+
+
+# --- processes: peers that pretend, in place of the program
+
+PRETENDER = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+role, directory, argument, behaviour = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+directory.mkdir()
+metrics = (directory / "metrics.jsonl").open("a")
+
+
+def tell(event, **fields):
+    metrics.write(json.dumps({"time": time.time(), "event": event, **fields}) + "\\n")
+    metrics.flush()
+
+
+def leave(*_):
+    if behaviour == "stubborn":
+        return
+    if role == "join":
+        tell("leave", training_ended=time.time(), processed_samples=100, credited_samples=60.0, pending_samples=40.0,
+             dropped_samples=0.0, inner_steps=12, exact=True, fragments=[])
+    sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, leave)
+print(f"[{role}] {argument} {sorted(name for name in os.environ if name.startswith('P2P_'))}", flush=True)
+if behaviour == "broken":
+    sys.exit("[it] broke")
+if behaviour == "littering":
+    sockets = Path(sys.argv[5])
+    sockets.mkdir()
+    (directory / "sockets.path").write_text(str(sockets))
+    subprocess.Popen(["sleep", "300"], start_new_session=True)
+if role == "bootstrap":
+    temporary = Path(argument + ".new")
+    temporary.write_text("p2pt1invite\\n")
+    temporary.rename(argument)
+else:
+    tell("throughput", phase="solo", samples_per_second=50.0)
+    tell("join", run_id="words-0123", processed_samples=0)
+    tell("training_started", processed_samples=0)
+    tell("train", samples=8, steps=1, loss=5.0)
+    tell("round", fragment=0, version=1, digest="aa", outcome="committed", weight=8)
+while True:
+    signal.pause()
+"""
+
+
+class Pretenders:
+    """``behaviours`` by the peer's speed, or "bootstrap"."""
+
+    def __init__(self, directory: Path, **behaviours: str) -> None:
+        self.script = directory / "pretender.py"
+        self.script.write_text(PRETENDER)
+        self.behaviours = behaviours
+        self.sockets = directory / "p2p-trainer-abc"
+        self.invites: list[str] = []
+
+    def bootstrap(self, run: str, directory: Path, invite_file: Path) -> list[str]:
+        return self._command("bootstrap", directory, str(invite_file), "bootstrap")
+
+    def join(self, invite: str, directory: Path, samples_per_second: float) -> list[str]:
+        self.invites.append(invite)
+        return self._command("join", directory, invite, f"at{samples_per_second:g}")
+
+    def _command(self, role: str, directory: Path, argument: str, who: str) -> list[str]:
+        behaviour = self.behaviours.get(who, "good")
+        return [sys.executable, str(self.script), role, str(directory), argument, behaviour, str(self.sockets)]
+
+
+def quiet_console(tmp_path: Path) -> tuple[Console, Path]:
+    path = tmp_path / "output.txt"
+    return Console(file=path.open("w"), width=120), path
+
+
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def options(tmp_path: Path, **changes: Any) -> RehearseOptions:
+    given = {"peers": "80,8", "seconds": 0.1, "directory": tmp_path / "rehearsal", **changes}
+    return RehearseOptions(**given)
+
+
+def test_a_rehearsal_starts_ends_and_reports_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("P2P_TRAINER_PEER", '["/ip4/203.0.113.7/tcp/1/p2p/Qm"]')
+    console, output = quiet_console(tmp_path)
+    before = children()
+    pretenders = Pretenders(tmp_path)
+    report = rehearse(options(tmp_path, json_path=tmp_path / "report.json"), console=console, commands=pretenders)
+    assert [(peer.name, peer.exit_code, peer.processed_samples) for peer in report.peers] == [
+        ("80", 0, 100),
+        ("8", 0, 100),
+    ]
+    assert report.leftovers == []
+    assert children() == before
+    assert pretenders.invites == ["p2pt1invite", "p2pt1invite"]
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report.as_json()))
+    assert "words-0123, 0.1 s" in output.read_text()
+    log = (tmp_path / "rehearsal" / "peer-80.log").read_text()
+    assert (
+        log == "[join] p2pt1invite ['P2P_TRAINER_ALLOW_FILES', 'P2P_TRAINER_EVAL_SECONDS']\n"
+    )  # no settings of the person who rehearses
+
+
+def test_a_temporary_directory_is_removed_only_if_all_went_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    console, _ = quiet_console(tmp_path)
+    monkeypatch.setattr(rehearse_module, "problems", lambda report: [])
+    rehearse(options(tmp_path, directory=None), console=console, commands=Pretenders(tmp_path))
+    assert list(tmp_path.glob("rehearsal-*")) == []
+    rehearse(options(tmp_path, directory=None, keep=True), console=console, commands=Pretenders(tmp_path))
+    monkeypatch.setattr(rehearse_module, "problems", lambda report: ["something"])
+    rehearse(options(tmp_path, directory=None), console=console, commands=Pretenders(tmp_path))
+    assert len(list(tmp_path.glob("rehearsal-*"))) == 2
+
+
+@pytest.mark.parametrize(("who", "name"), [("bootstrap", "bootstrap"), ("at8", "peer-8")])
+def test_a_process_that_ends_early_is_named_and_its_log_shown(tmp_path: Path, who: str, name: str) -> None:
+    console, output = quiet_console(tmp_path)
+    before = children()
+    with pytest.raises(RehearsalError, match=r"exit code 1") as caught:
+        rehearse(options(tmp_path, seconds=60.0), console=console, commands=Pretenders(tmp_path, **{who: "broken"}))
+    assert name.removeprefix("peer-") in caught.value.problem
+    assert str(tmp_path / "rehearsal" / f"{name}.log") in caught.value.remedy
+    assert "[it] broke" in output.read_text()
+    assert f"kept in {tmp_path / 'rehearsal'}" in output.read_text()
+    assert children() == before
+
+
+def test_what_outlives_its_peer_is_counted_and_then_ended(tmp_path: Path) -> None:
+    console, _ = quiet_console(tmp_path)
+    before = children()
+    pretenders = Pretenders(tmp_path, at8="littering")
+    report = rehearse(options(tmp_path), console=console, commands=pretenders)
+    process, sockets = report.leftovers
+    assert report.leftover_processes == 2
+    assert process.endswith("(sleep)")
+    assert sockets == f"sockets in {pretenders.sockets}"
+    assert not pretenders.sockets.exists()
+    pid = int(process.split()[1])
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert children() == before
+
+
+def test_a_peer_that_does_not_leave_is_killed_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearse_module, "END_SECONDS", 0.5)
+    console, output = quiet_console(tmp_path)
+    report = rehearse(options(tmp_path), console=console, commands=Pretenders(tmp_path, at8="stubborn"))
+    assert [peer.exit_code for peer in report.peers] == [0, -signal.SIGKILL]
+    assert "peer 8 did not leave in time and was killed" in output.read_text()
+
+
+def test_a_peer_that_does_not_begin_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearse_module, "INVITE_SECONDS", -1.0)
+    console, _ = quiet_console(tmp_path)
+    with pytest.raises(RehearsalError, match="no invite"):
+        rehearse(options(tmp_path), console=console, commands=Pretenders(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_term_end_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    console, _ = quiet_console(tmp_path)
+    before = children()
+    handler = signal.getsignal(signal.SIGTERM)
+    train = rehearse_module._Rehearsal._train
+
+    def interrupted(self: rehearse_module._Rehearsal) -> None:
+        os.kill(os.getpid(), number)
+        train(self)
+
+    monkeypatch.setattr(rehearse_module._Rehearsal, "_train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rehearse(options(tmp_path, seconds=60.0), console=console, commands=Pretenders(tmp_path))
+    assert children() == before
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert '"leave"' in (tmp_path / "rehearsal" / "peer-8" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peers": "80,fast"}, "'fast'"),
+        ({"seconds": 0.0}, "--seconds 0"),
+        ({"seconds": float("nan")}, "--seconds nan"),
+        ({"json_path": Path("/nonexistent/report.json")}, "/nonexistent/report.json"),
+    ],
+)
+def test_options_that_cannot_be_used_are_told_before_anything_starts(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    console, _ = quiet_console(tmp_path)
+    with pytest.raises(RehearsalError) as caught:
+        rehearse(options(tmp_path, **changes), console=console, commands=Pretenders(tmp_path))
+    assert words in caught.value.problem
+    assert not (tmp_path / "rehearsal").exists()
+
+
+def test_a_manifest_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"nowhere\.toml"):
+        rehearse(options(tmp_path, run=str(tmp_path / "nowhere.toml")), commands=Pretenders(tmp_path))
+
+
+def test_a_directory_of_an_earlier_rehearsal_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rehearsal" / "peer-80").mkdir(parents=True)
+    with pytest.raises(RehearsalError, match="not empty"):
+        rehearse(options(tmp_path), commands=Pretenders(tmp_path))
+
+
+def test_the_commands_are_those_of_the_program() -> None:
+    commands = ProgramCommands()
+    bootstrap = commands.bootstrap("digits", Path("/d/bootstrap"), Path("/d/invite.txt"))
+    join = commands.join("p2pt1x", Path("/d/peer-8"), 8.5)
+    assert bootstrap[:5] == [sys.executable, "-m", "p2p_trainer", "bootstrap", "digits"]
+    assert join[:5] == [sys.executable, "-m", "p2p_trainer", "join", "p2pt1x"]
+    assert join[join.index("--emulate") + 1] == "8.5"
