@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from dht_config.address import parse_addresses
-from dht_config.errors import ExitCode, InviteError, P2PTrainerError
+from dht_config.errors import ExitCode, InviteError, P2PTrainerError, RehearsalError
 from dht_config.invite import Invite
 from p2p_trainer.settings import load_settings
 
@@ -191,9 +191,12 @@ def rehearse(
         from p2p_trainer.rehearse import RehearseOptions
         from p2p_trainer.rehearse import rehearse as carry_out
 
-        carry_out(
+        report = carry_out(
             RehearseOptions(peers=peers, seconds=seconds, run=run, json_path=json_file, directory=directory, keep=keep)
         )
+        broken = not (report.digests_agree and all(peer.samples_add_up for peer in report.peers))
+        if broken or report.leftover_processes:
+            raise RehearsalError("The rehearsal broke a promise; see the verdict above.", "Please report it.")
 
 
 def _live(
@@ -211,6 +214,8 @@ def _live(
     _log_to_stderr(verbose)
     with _Reporting(as_json):
         settings = load_settings(flags, settings_file)
+        from rich.console import Console
+
         from p2p_trainer.session import Session, leave_on_signal
         from p2p_trainer.target import read_target
         from p2p_trainer.view import LiveView
@@ -231,7 +236,8 @@ def _live(
             if role == "serving" and target.manifest is None:
                 raise InviteError("A bootstrap peer is started from a run manifest.", "Give the manifest's path.")
             starts = target.manifest is not None
-            with LiveView(plain=plain or as_json) as view:
+            # With --json, standard output is for programs alone.
+            with LiveView(Console(stderr=as_json), plain=plain or as_json) as view:
                 reason = Session(target, settings, role, view, leave, announce).run()
             if as_json:
                 print(json.dumps({"left": reason}), flush=True)

@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-import psutil
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
@@ -32,25 +31,22 @@ from rich.text import Text
 
 from dht_config.errors import RehearsalError
 from dht_config.manifest import EXAMPLES, RunManifest, example_manifest, load_manifest, parse_manifest
+from p2p_trainer.leftovers import Traces
 from p2p_trainer.machines import EmulatedPeer, parse_peers
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.report import PeerRecord, RehearsedRun, Report, build_report, problems, verdict
 
 POLL_SECONDS = 0.25
-RECORD_SECONDS = 1.0
 INVITE_SECONDS = 120.0
 """For a bootstrap to import torch on a busy machine, build the model and listen."""
 START_SECONDS = 180.0
 START_SECONDS_PER_PEER = 15.0
 END_SECONDS = 10.0
 """What a peer has to leave in; after that it is killed and the report says so."""
-VANISH_SECONDS = 2.0
-"""Until the kernel has ended the children of a process that is gone."""
 STATUS_SECONDS = 10.0
 EVALUATIONS = 8
 """Per peer, about, and not more often than every 10 s: each holds up training for a moment."""
 LOG_TAIL_LINES = 15
-_SOCKET_DIRECTORY_PREFIX = "p2p-trainer-"
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -169,7 +165,7 @@ class _Rehearsal:
     status: _Status
     bootstrap: _Started | None = None
     joined: list[_Started] = field(default_factory=list)
-    traces: _Traces = field(default_factory=lambda: _Traces())
+    traces: Traces = field(default_factory=Traces)
     leftovers: list[str] = field(default_factory=list)
 
     def run(self, run: str, manifest: RunManifest) -> Report:
@@ -293,51 +289,6 @@ class _Rehearsal:
         _say(self.console, f"The last lines of {started.log}:")
         for line in lines:
             _say(self.console, f"  {line}")
-
-
-class _Traces:
-    """Everything a rehearsal may leave behind: descendants, and the socket directories they wrote down."""
-
-    def __init__(self) -> None:
-        # psutil compares a process by pid and creation time, so a reused pid is another process.
-        self._processes: set[psutil.Process] = set()
-        self._before = set(psutil.Process().children(recursive=True))
-        self._socket_directories: set[Path] = set()
-        self._recorded_at = float("-inf")
-
-    def record(self, directory: Path, now: bool = False) -> None:
-        """Note what is there at present. A child that outlives its parent is found because it was noted before."""
-        if not now and time.monotonic() - self._recorded_at < RECORD_SECONDS:
-            return
-        self._recorded_at = time.monotonic()
-        self._processes |= set(psutil.Process().children(recursive=True)) - self._before
-        for note in directory.glob("*/sockets.path"):
-            with suppress(OSError, UnicodeDecodeError):
-                noted = Path(note.read_text().strip())
-                # The file is the peer's, but nothing else than a directory of that kind is ever removed.
-                if noted.is_absolute() and noted.name.startswith(_SOCKET_DIRECTORY_PREFIX):
-                    self._socket_directories.add(noted)
-
-    def leftovers(self) -> list[str]:
-        """What is still there, in words, after a moment for the kernel to end orphans."""
-        deadline = time.monotonic() + VANISH_SECONDS
-        while (found := self._present()) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        return found
-
-    def clean(self) -> None:
-        """End and remove what was left."""
-        for process in self._processes:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()  # psutil checks that the pid was not reused
-        for directory in self._socket_directories:
-            shutil.rmtree(directory, ignore_errors=True)
-
-    def _present(self) -> list[str]:
-        processes = [
-            f"process {process.pid} ({name})" for process in self._processes if (name := _name_if_alive(process))
-        ]
-        return sorted(processes) + [f"sockets in {path}" for path in sorted(self._socket_directories) if path.exists()]
 
 
 class _Status:
@@ -466,18 +417,6 @@ def _trains(started: _Started) -> bool:
 
 def _record_of(started: _Started) -> PeerRecord:
     return PeerRecord(name=started.name, events=read_metrics(started.metrics), exit_code=started.process.returncode)
-
-
-def _name_if_alive(process: psutil.Process) -> str:
-    """A zombie has ended: it waits for a parent that never asks, as in a container without an init."""
-    try:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            return ""
-        return process.name() or "?"
-    except psutil.NoSuchProcess:
-        return ""
-    except psutil.AccessDenied:
-        return "?"
 
 
 def _write_report(path: Path, report: Report) -> None:

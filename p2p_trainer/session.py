@@ -183,6 +183,7 @@ class Session:
                 may_start=self.organiser is not None,
                 organiser_public_key=known_key,
                 needs_manifest=self.organiser is None and self.stored is None,
+                manifest_json=target.manifest.canonical_json() if target.manifest is not None else "",
                 restart=self.restart,
                 wait_seconds=self.settings.wait_seconds,
             )
@@ -423,7 +424,6 @@ class Session:
             )
         )
         peer_view = PeerView(run_id=self.target.run_id, state="training")
-        peer_view.note = "the first round is still to come"
         trainer = Trainer(
             task=task,
             model=model,

@@ -187,6 +187,7 @@ class Trainer:
         self.micro_batch = throughput.micro_batch
         self.checkpoint_directory, self.checkpoint_meta = checkpoint_directory, checkpoint_meta
         self.seed = seed
+        self.device = next(model.parameters()).device
         self.held_seconds = 0.0
         self._quiet: list[FragmentMeta] | None = None
         self._saving: threading.Thread | None = None
@@ -219,6 +220,13 @@ class Trainer:
                 if now - accounted >= ACCOUNT_SECONDS:
                     accounted = now
                     self.metrics.write("account", **self.accounts.fields())
+                    self.metrics.write(
+                        "throughput",
+                        samples_per_second=self.peer_view.samples_per_second,
+                        micro_batch=self.micro_batch,
+                        device=str(self.device),
+                        phase="running",
+                    )
                 if now >= evaluate_at and self.settings.eval_samples:
                     evaluate_at = now + self.settings.eval_seconds
                     self._evaluate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from hivemind.p2p.servicer import StubBase
 from dht_config.address import Address, parse_addresses
 from dht_config.errors import FingerprintError, RecordError, UnreachableError, WrongPeerIdError
 from dht_config.keys import manifest_key
+from dht_config.manifest import differing_fields
 from dht_config.records import SignedManifest
 from dht_config.validators import SwarmRecordValidator
 from peers.clock import SwarmClock, correction, measure_offset
@@ -28,7 +30,8 @@ ALONE_AFTER_ATTEMPTS = 2
 REMEMBERED_PEERS = 32
 CLOCK_PEERS = 8
 CLOCK_ANSWER_SECONDS = 5.0
-RPC_WAIT_SECONDS = 3.0
+RPC_WAIT_SECONDS = 12.0
+"""For an answer while getting in: a door behind 3 s of delay each way is slow, not closed."""
 
 Stub = Callable[[PeerID], StubBase]
 
@@ -144,14 +147,37 @@ async def enter_dht(
     )
 
 
+async def wait_for_answer(
+    node: DHTNode, peers: Sequence[PeerID], *, wait_seconds: float, on_waiting: Callable[[str], None]
+) -> None:
+    """Until one of the peers we are connected to answers in the DHT: a frozen or very slow door opens later.
+
+    :raises UnreachableError: none did within ``wait_seconds``
+    """
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + wait_seconds
+    for attempt in itertools.count(1):
+        if not peers or any(await asyncio.gather(*(node.protocol.call_ping(peer) for peer in peers))):
+            return
+        pause = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS)) - 1]
+        if loop.time() + pause > give_up:
+            raise UnreachableError(
+                f"Connected to {len(peers)} peer(s), but none of them answers.",
+                "Try again later, or give another peer's address with --peer.",
+            )
+        on_waiting(f"Connected, but nobody answers yet; trying again in {pause:.0f} s.")
+        await asyncio.sleep(pause)
+
+
 async def fetch_manifest(
-    node: DHTNode, run_id: str, organiser_public_key: bytes | None, attempts: int = 5
+    node: DHTNode, run_id: str, organiser_public_key: bytes | None, *, ours_json: str = "", attempts: int = 5
 ) -> SignedManifest:
     """The run's manifest from the DHT, verified.
 
+    :param ours_json: the canonical manifest we came with, to say in which fields a run of its name differs
     :raises FingerprintError: the peers we reached carry other runs only, or none
     """
-    others: set[str] = set()
+    others: dict[str, SignedManifest] = {}
     for attempt in range(attempts):
         found = await node.get(manifest_key(), latest=True)
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
@@ -161,14 +187,18 @@ async def fetch_manifest(
                 signed.verify(organiser_public_key if subkey == run_id else None)
                 if signed.run_id() == run_id:
                     return signed
-                others.add(signed.run_id())
+                others[signed.run_id()] = signed
             except RecordError:
                 continue
         await asyncio.sleep(0.5 * (attempt + 1))
-    if others:
+    for other, signed in others.items():
+        differences = []
+        if ours_json:
+            differences = differing_fields(json.loads(ours_json), json.loads(signed.manifest_json))
         raise FingerprintError(
-            f"The peers we reached carry the run {', '.join(sorted(others))}, not {run_id}.",
-            "Ask the organiser for an invite to the run as it is now.",
+            f"The peers we reached carry the run {other}, not {run_id}"
+            + (f"; they differ in {'; '.join(differences)}." if differences else "."),
+            "Use the run's own manifest, or ask the organiser for an invite to the run as it is now.",
         )
     raise FingerprintError(
         f"We reached a peer, but nobody there knows the run {run_id}.",

@@ -105,9 +105,9 @@ def shift_fragment(
         for segment in layout.segments(fragment):
             part = slice(segment.fragment_start, segment.fragment_start + segment.length)
             flat = parameters[segment.name].detach().reshape(-1)
-            target = flat[segment.tensor_start : segment.tensor_start + segment.length]
-            progress = target.to(device="cpu", dtype=torch.float32) - reference[part]
-            target.copy_(progress.add_(base[part]))
+            local = flat[segment.tensor_start : segment.tensor_start + segment.length]
+            progress = local.to(device="cpu", dtype=torch.float32) - reference[part]
+            _write(parameters[segment.name], segment, progress.add_(base[part]))
 
 
 def load_fragment(
@@ -116,7 +116,13 @@ def load_fragment(
     """Overwrite a fragment of ``parameters`` with ``values``: float32, CPU, ``(size,)``."""
     with torch.no_grad():
         for segment in layout.segments(fragment):
-            flat = parameters[segment.name].detach().reshape(-1)
-            flat[segment.tensor_start : segment.tensor_start + segment.length].copy_(
-                values[segment.fragment_start : segment.fragment_start + segment.length]
-            )
+            part = slice(segment.fragment_start, segment.fragment_start + segment.length)
+            _write(parameters[segment.name], segment, values[part])
+
+
+def _write(parameter: torch.Tensor, segment: Segment, values: torch.Tensor) -> None:
+    """Overwrite a segment's elements of its parameter; ``values`` is ``(segment.length,)``."""
+    flat = parameter.detach().reshape(-1)
+    flat[segment.tensor_start : segment.tensor_start + segment.length].copy_(values)
+    if not parameter.is_contiguous():  # then ``flat`` is a copy
+        parameter.detach().copy_(flat.view(parameter.shape))

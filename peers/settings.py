@@ -31,6 +31,8 @@ class SwarmSettings:
     """Only a manifest signed by this key is believed; None if it is not known (joining by manifest file)."""
     needs_manifest: bool
     """Whether the manifest must come from the DHT; the organiser brings its own."""
+    manifest_json: str
+    """The canonical manifest given as a file, or empty: to say in which field a run differs from it."""
     restart: int
     wait_seconds: float
     """How long to try to reach anybody before giving up."""

@@ -45,6 +45,7 @@ from peers.door import (
     remember_addresses,
     remembered_addresses,
     set_clock,
+    wait_for_answer,
 )
 from peers.fragment_state import FragmentState
 from peers.grouping import FragmentMatchmaking, GroupSearch, NodeAsDHT
@@ -111,6 +112,7 @@ LEAVE_ROUND_SECONDS = 3.0
 LEAVE_GOODBYE_SECONDS = 1.5
 REGISTER_SECONDS = 5.0
 FETCHES_AT_ONCE = 3
+ALONE_NEIGHBOURS = 4
 SYNC_ROUNDS_BETWEEN_NOTES = 10
 
 Reply = TypeVar("Reply")
@@ -183,6 +185,7 @@ class Swarm:
         self._joined_at = 0.0
         self._last_expiration = 0.0
         self._last_keep = 0.0
+        self._heard_at = float("-inf")
 
     # ------------------------------------------------------------------ life
 
@@ -259,10 +262,19 @@ class Swarm:
             organiser_public_key=settings.organiser_public_key,
         )
         self.node: DHTNode = await enter_dht(self.p2p, validator, known)
+        await wait_for_answer(
+            self.node,
+            peer_ids,
+            wait_seconds=settings.wait_seconds,
+            on_waiting=lambda text: self.send(Waiting(text)),
+        )
         self._joined_at = self.clock.now()
+        self._heard_at = self._joined_at if known else float("-inf")
         manifest = None
         if settings.needs_manifest:
-            manifest = await fetch_manifest(self.node, settings.run_id, settings.organiser_public_key)
+            manifest = await fetch_manifest(
+                self.node, settings.run_id, settings.organiser_public_key, ours_json=settings.manifest_json
+            )
         self.addresses = tuple(str(address) for address in await self.p2p.get_visible_maddrs(latest=True))
         remember_addresses(settings.remembered_peers_path, [address.text for address in [*known, *addresses]])
         self.send(Connected(peer_id=str(self.p2p.peer_id), addresses=self.addresses, signed_manifest=manifest))
@@ -843,6 +855,12 @@ class Swarm:
             raise RoundVoid("the records of other peers could not be read") from error
         if self.view.training(self._unreachable):
             raise RoundVoid("another peer has just joined; averaging with it from the next round on")
+        neighbours = list(self.node.protocol.routing_table.uid_to_peer_id.values())[:ALONE_NEIGHBOURS]
+        if any(await asyncio.gather(*(self.node.protocol.call_ping(peer) for peer in neighbours))):
+            self._heard_at = self.clock.now()
+        elif self.clock.now() - self._heard_at < RECORD_SECONDS:
+            # No records because nobody answers is not the same as nobody being there.
+            raise RoundVoid("no other peer answers; waiting to be sure that this one is alone")
 
     async def _all_reduce(
         self, plan: RoundPlan, state: FragmentState, contribution: Any, report: dict[str, Any]
