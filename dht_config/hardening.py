@@ -9,9 +9,11 @@ What this does not stop: a peer may still send many messages of the allowed size
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import msgpack
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.utils.serializer import MSGPackSerializer
 
 from dht_config.errors import RecordError
@@ -22,6 +24,7 @@ MAX_ITEMS = 64 * 1024
 """A megabyte may hold a million one-byte items; this many are scanned in about 30 ms."""
 
 _INSTALLED_MARK = "_p2p_trainer_caps_installed"
+_LATEST_EXPIRATION = 1e12
 
 # First byte -> (bytes of the length that follows, kind). Lengths count bytes for "blob" and "ext", items for
 # "array", pairs for "map". Source: the msgpack specification, section "Formats".
@@ -63,6 +66,29 @@ def harden_msgpack() -> None:
     loads.__doc__ = original.__doc__
     MSGPackSerializer.loads = classmethod(loads)
     setattr(MSGPackSerializer, _INSTALLED_MARK, True)
+
+
+def bound_found_expirations() -> None:
+    """Make an answer to a DHT search finite in its expiration, so that no single peer can end the search.
+
+    hivemind stops searching as soon as an answer expires late enough, and our searches ask for the latest there is
+    (dht/node.py:841): a peer that claims infinity would hide everybody else's records. Idempotent.
+    """
+    if hasattr(DHTProtocol.call_find, _INSTALLED_MARK):
+        return
+    original = DHTProtocol.call_find
+
+    async def call_find(self: Any, peer: Any, keys: Any) -> Any:
+        found = await original(self, peer, keys)
+        if found is None:
+            return None
+        return {
+            key: (value and replace(value, expiration_time=min(value.expiration_time, _LATEST_EXPIRATION)), nearest)
+            for key, (value, nearest) in found.items()
+        }
+
+    setattr(call_find, _INSTALLED_MARK, True)
+    DHTProtocol.call_find = call_find
 
 
 def unpack_plain(blob: bytes, max_bytes: int) -> Any:

@@ -10,12 +10,17 @@ MAX_FRAGMENTS = 256
 
 
 def manifest_key() -> str:
-    """Signed manifests, subkey = run id.
+    """Signed manifests of any run, subkey = run id: only a directory, which strangers can fill.
 
     One key for all runs: a peer whose manifest differs still finds the run it knocked at, and says which
     field differs.
     """
     return "p2p-trainer/manifest"
+
+
+def run_manifest_key(run_id: str) -> str:
+    """The signed manifest of this run alone, subkey = run id: strangers' manifests cannot crowd it out."""
+    return f"{run_id}/manifest"
 
 
 def profiles_key(run_id: str) -> str:

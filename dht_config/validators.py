@@ -17,8 +17,8 @@ What this does not stop:
 - An entry at the very end of its allowed lifetime is refused by a peer whose clock is behind, so publish with
   half of it. A stranger may store such entries on purpose: peers whose clocks are behind the storing peer's
   then miss that peer's dictionary until the difference has passed.
-- The expiration that a remote peer states for a dictionary as a whole: hivemind does not show it to
-  validators.
+- The expiration that a remote peer states for a dictionary as a whole, which hivemind does not show to validators;
+  ``hardening.bound_found_expirations`` takes the edge off it.
 - Replay of a record until it expires; a newer one, with a later expiry, replaces it.
 """
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
@@ -59,6 +59,8 @@ class _Topic:
     check_payload: Callable[[bytes], object]
     """Raises RecordError for a packed value that does not belong here."""
     signed_by_peer: bool = True
+    this_run_only: bool = False
+    """For manifests: refuse those of other runs."""
 
 
 class SwarmRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no types
@@ -133,6 +135,8 @@ class SwarmRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemi
                 raise RecordError("not signed by the peer in the subkey")
             topic.check_payload(payload)
         elif isinstance(owner, str) and not topic.signed_by_peer:
+            if topic.this_run_only and owner != self._run_id:
+                raise RecordError("the manifest of another run")
             self._check_manifest(owner, value)
         else:
             raise RecordError("the subkey must be a peer id, for a manifest a run id")
@@ -180,6 +184,7 @@ def _topics_by_key(run_id: str) -> dict[bytes, _Topic]:
     )
     topics = {
         keys.manifest_key(): manifests,
+        keys.run_manifest_key(run_id): replace(manifests, this_run_only=True),
         keys.profiles_key(run_id): profiles,
         keys.states_key(run_id): states,
     }

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from dht_config.address import parse_addresses
-from dht_config.errors import ExitCode, InviteError, P2PTrainerError, RehearsalError
+from dht_config.errors import DirectoryError, ExitCode, InviteError, P2PTrainerError, RehearsalError
 from dht_config.invite import Invite
 from p2p_trainer.settings import load_settings
 
@@ -224,8 +224,13 @@ def _live(
             code = invite.encode()
             if invite_file is not None:
                 partial = invite_file.with_name(f".{invite_file.name}.partial")
-                partial.write_text(code + "\n")
-                partial.replace(invite_file)
+                try:
+                    partial.write_text(code + "\n")
+                    partial.replace(invite_file)
+                except OSError as error:
+                    raise DirectoryError(
+                        f"The invite cannot be written to {invite_file}: {error.strerror}.", "Check --invite-file."
+                    ) from error
             if as_json:
                 print(json.dumps({"invite": code, "run_id": invite.run_id, "addresses": invite.addresses}), flush=True)
             elif role == "serving" or starts:

@@ -42,7 +42,7 @@ from peers.arena import SharedArena
 from peers.daemon import check_port_free
 from peers.fragments import FragmentLayout, cut, gather_fragment, load_fragment, shift_fragment
 from peers.ledger import Ledger
-from peers.outer import base_digest
+from peers.outer import NO_HISTORY, base_digest
 from peers.pipe import (
     BeginTraining,
     Configure,
@@ -176,8 +176,8 @@ class Session:
                 run_id=target.run_id,
                 identity=identity,
                 run_directory=directory.path,
-                socket_directory=directory.socket_directory(),
                 network=self._network(),
+                socket_directory=directory.socket_directory(),  # last of what can fail: nobody would remove it
                 role=self.role,
                 addresses=tuple(addresses),
                 may_start=self.organiser is not None,
@@ -253,7 +253,7 @@ class Session:
         if checkpoint is not None:
             arena.base.copy_(checkpoint.tensors["base"])
             arena.momentum.copy_(checkpoint.tensors["momentum"])
-            fragments = [_meta_from_json(row) for row in checkpoint.meta["fragments"]]
+            fragments = [FragmentMeta.from_json(row) for row in checkpoint.meta["fragments"]]
         elif signed is None:
             fragments = _make_initial_bases(trainable(model), layout, arena)
             signed = self._sign(manifest, task, layout, arena, fragments)
@@ -289,9 +289,10 @@ class Session:
             {
                 **self._checkpoint_meta(layout),
                 "clean": True,
+                "restart": self.restart,
                 "samples": 0,
                 "steps": 0,
-                "fragments": [meta_to_json(meta) for meta in fragments],
+                "fragments": [meta.to_json() for meta in fragments],
             },
         )
         return signed
@@ -379,9 +380,10 @@ class Session:
                 {
                     **self._checkpoint_meta(prepared.layout),
                     "clean": True,
+                    "restart": self.restart,
                     "samples": 0,
                     "steps": 0,
-                    "fragments": [meta_to_json(meta) for meta in fragments],
+                    "fragments": [meta.to_json() for meta in fragments],
                 },
             )
         except CheckpointError as error:
@@ -399,7 +401,9 @@ class Session:
         meta = prepared.checkpoint.meta if prepared.checkpoint is not None else {}
         samples, steps = int(meta.get("samples", 0)), int(meta.get("steps", 0))
         restored = prepared.checkpoint is not None and _restore(prepared.checkpoint, parameters, optimizer)
-        self._configure(prepared, samples, steps, clean=bool(meta.get("clean", True)))
+        # A checkpoint from before the last start says nothing of what was contributed since.
+        clean = not meta or (bool(meta.get("clean")) and meta.get("restart") == self.restart - 1)
+        self._configure(prepared, samples, steps, clean=clean)
         synced = self._wait_for(Synced)
         for fragment in range(layout.num_fragments):
             where = layout.slice(fragment)
@@ -440,7 +444,7 @@ class Session:
             peer_view=peer_view,
             leave=self.leave,
             checkpoint_directory=self.directory.path,
-            checkpoint_meta=self._checkpoint_meta(layout),
+            checkpoint_meta={**self._checkpoint_meta(layout), "restart": self.restart},
             seed=data_seed(self.target.run_id, connected.peer_id, self.restart),
         )
         reason = trainer.train()
@@ -518,7 +522,7 @@ class Session:
         if stopped is None:
             return
         try:
-            trainer.save(stopped.fragments, clean=True)
+            trainer.save(stopped.fragments, clean=stopped.clean)
         except CheckpointError as error:
             self.view.status(f"The checkpoint could not be saved: {error}")
 
@@ -564,24 +568,6 @@ def dialable(addresses: Sequence[Address]) -> list[Address]:
     return elsewhere or ranked
 
 
-def meta_to_json(meta: FragmentMeta) -> dict[str, Any]:
-    return {
-        "version": meta.version,
-        "digest": meta.digest.hex(),
-        "total_element_samples": meta.total_element_samples,
-        "ledger": meta.ledger,
-    }
-
-
-def _meta_from_json(row: Mapping[str, Any]) -> FragmentMeta:
-    return FragmentMeta(
-        version=row["version"],
-        digest=bytes.fromhex(row["digest"]),
-        total_element_samples=row["total_element_samples"],
-        ledger=row["ledger"],
-    )
-
-
 def _make_initial_bases(
     parameters: Mapping[str, nn.Parameter], layout: FragmentLayout, arena: SharedArena
 ) -> list[FragmentMeta]:
@@ -594,11 +580,14 @@ def _make_initial_bases(
             fragment=fragment,
             version=0,
             total_element_samples=0,
+            history=NO_HISTORY,
             base=arena.base[where],
             momentum=arena.momentum[where],
         )
         ledger = Ledger.open(layout.size(fragment)).to_json()
-        fragments.append(FragmentMeta(version=0, digest=digest, total_element_samples=0, ledger=ledger))
+        fragments.append(
+            FragmentMeta(version=0, digest=digest, total_element_samples=0, history=NO_HISTORY, ledger=ledger)
+        )
     return fragments
 
 

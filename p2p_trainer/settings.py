@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import platformdirs
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from dht_config.errors import ExitCode, P2PTrainerError
 from dht_config.network import NetworkSettings
@@ -42,10 +49,10 @@ class PeerSettings(BaseSettings):
     """IP address to listen on."""
     port: int = Field(default=0, ge=0, le=65535)
     """TCP port to listen on; 0 takes a free one and keeps it for later starts if it can."""
-    announce: tuple[str, ...] = ()
-    """Addresses that others should dial instead, such as /dns4/peer.example.org/tcp/31337."""
-    peer: tuple[str, ...] = ()
-    """Addresses of peers to ask besides the invite's."""
+    announce: Annotated[tuple[str, ...], NoDecode] = ()
+    """Addresses that others should dial instead, such as /dns4/peer.example.org/tcp/31337; commas between several."""
+    peer: Annotated[tuple[str, ...], NoDecode] = ()
+    """Addresses of peers to ask besides the invite's; commas between several."""
     device: str | None = None
     """cpu, cuda, cuda:1, mps; by default the best one there is."""
     threads: int | None = Field(default=None, ge=1, le=1024)
@@ -74,6 +81,11 @@ class PeerSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
+    @field_validator("announce", "peer", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
     @property
     def network(self) -> NetworkSettings:
         """:raises AddressError: for a host or an announced address that cannot be used"""
@@ -90,6 +102,11 @@ def load_settings(flags: dict[str, Any], file: Path | None = None) -> PeerSettin
     path = file if file is not None else default_settings_file()
     if file is not None and not file.is_file():
         raise SettingsError(f"The settings file {file} does not exist.", "Check --settings.")
+
+    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in PeerSettings.model_fields}
+    for variable in os.environ:
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable.upper() not in known:
+            raise SettingsError(f"There is no setting for {variable} in the environment.", "Unset or correct it.")
 
     class Source(PeerSettings):
         model_config = SettingsConfigDict(toml_file=path)

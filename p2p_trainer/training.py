@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -252,16 +252,17 @@ class Trainer:
             between=self._between_micro_batches,
         )
         samples = len(batch[0])
-        if self.settings.emulate is not None:
-            # What held us up does not count as the machine's own time: it would hide in its slowness.
-            held = self.held_seconds - held_before
-            self._idle_until(began + samples / self.settings.emulate + held)
         if math.isfinite(loss):
+            # Before any message is answered: the parameters and the counts must tell the same.
             self.accounts.samples += samples
             self.accounts.steps += 1
             self._losses.append(loss)
         else:
             self.peer_view.note = "an inner step gave no finite loss and was left out"
+        if self.settings.emulate is not None:
+            # What held us up does not count as the machine's own time: it would hide in its slowness.
+            held = self.held_seconds - held_before
+            self._idle_until(began + samples / self.settings.emulate + held)
         self.handle_messages(0.0)
 
     def _between_micro_batches(self) -> None:
@@ -412,12 +413,7 @@ class Trainer:
             "steps": self.accounts.steps,
             "optimizer": optimizer_meta,
             "fragments": [
-                {
-                    "version": fragment.version,
-                    "digest": fragment.digest.hex(),
-                    "total_element_samples": fragment.total_element_samples,
-                    "ledger": ledger.to_json(),
-                }
+                replace(fragment, ledger=ledger.to_json()).to_json()
                 for fragment, ledger in zip(fragments, self.accounts.ledgers, strict=True)
             ],
         }

@@ -50,21 +50,29 @@ def make_socket_directory(remembered_in: Path) -> Path:
     Unix socket paths are at most 107 bytes, so it lies in the system's temporary directory, not in the run's.
     """
     reap_socket_directory(remembered_in)
-    directory = Path(tempfile.mkdtemp(prefix=SOCKET_DIRECTORY_PREFIX))
+    directory = Path(tempfile.mkdtemp(prefix=_socket_directory_prefix(remembered_in)))
     remembered_in.write_text(str(directory))
     return directory
 
 
 def reap_socket_directory(remembered_in: Path) -> None:
-    """Remove the socket directory that a killed peer left behind; the name must be one of ours."""
+    """Remove the socket directory that a killed peer left behind; it must be one that was made for this very note.
+
+    In a copied run directory the note names the sockets of the original, which may be in use.
+    """
     try:
         directory = Path(remembered_in.read_text().strip())
     except (OSError, UnicodeDecodeError):
         return
-    if directory.name.startswith(SOCKET_DIRECTORY_PREFIX):
+    if directory.name.startswith(_socket_directory_prefix(remembered_in)):
         shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):
         remembered_in.unlink()
+
+
+def _socket_directory_prefix(remembered_in: Path) -> str:
+    """Names the run directory by its inode, which a copy of it does not share."""
+    return f"{SOCKET_DIRECTORY_PREFIX}{remembered_in.parent.stat().st_ino & 0xFFFFFFFF:x}-"
 
 
 def check_port_free(host: str, port: int) -> None:
@@ -197,6 +205,21 @@ async def answers_elsewhere(peer_id: str, addresses: Sequence[Address], socket_d
     finally:
         await stranger.shutdown()
     return any(report.outcome is DialOutcome.CONNECTED for report in reports)
+
+
+def limit_message_size(size_bytes: int) -> None:
+    """Refuse longer messages before they are read: hivemind buffers whatever length a peer declares. Idempotent.
+
+    hivemind's ``P2P.receive_raw_data`` believes the header (1.1.12, p2p_daemon.py:381).
+    """
+
+    async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
+        length = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
+        if length > size_bytes:
+            raise ConnectionAbortedError(f"a message of {length} bytes")
+        return await reader.readexactly(length)
+
+    P2P.receive_raw_data = staticmethod(receive_raw_data)
 
 
 def limit_write_time(seconds: float) -> None:

@@ -16,7 +16,7 @@ from hivemind.p2p.servicer import StubBase
 
 from dht_config.address import Address, parse_addresses
 from dht_config.errors import FingerprintError, RecordError, UnreachableError, WrongPeerIdError
-from dht_config.keys import manifest_key
+from dht_config.keys import manifest_key, run_manifest_key
 from dht_config.manifest import differing_fields
 from dht_config.records import SignedManifest
 from dht_config.validators import SwarmRecordValidator
@@ -29,6 +29,8 @@ RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0)
 ALONE_AFTER_ATTEMPTS = 2
 REMEMBERED_PEERS = 32
 CLOCK_PEERS = 8
+CREDIBLE_OFFSET_SECONDS = 3600.0
+"""In the swarm already, a clock that is further off than this is ignored."""
 CLOCK_ANSWER_SECONDS = 5.0
 RPC_WAIT_SECONDS = 12.0
 """For an answer while getting in: a door behind 3 s of delay each way is slow, not closed."""
@@ -116,9 +118,10 @@ async def set_clock(clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, n
             return float(answer.header.seconds)
 
         try:
-            return await measure_offset(ask, clock.now)
+            offset = await measure_offset(ask, clock.now)
         except TRANSPORT_ERRORS:
             return None
+        return offset if newcomer or abs(offset) <= CREDIBLE_OFFSET_SECONDS else None
 
     measured = await asyncio.gather(*(offset_to(peer) for peer in peers[:CLOCK_PEERS]))
     offsets = [offset for offset in measured if offset is not None]
@@ -179,9 +182,10 @@ async def fetch_manifest(
     """
     others: dict[str, SignedManifest] = {}
     for attempt in range(attempts):
-        found = await node.get(manifest_key(), latest=True)
-        entries = found.value if found is not None and isinstance(found.value, dict) else {}
-        for subkey, entry in entries.items():
+        keys = [run_manifest_key(run_id), manifest_key()]
+        found = await node.get_many(keys, float("inf"))
+        dictionaries = [found[key].value for key in keys if found[key] and isinstance(found[key].value, dict)]
+        for subkey, entry in itertools.chain.from_iterable(entries.items() for entries in dictionaries):
             try:
                 signed = SignedManifest.from_payload(entry.value)
                 signed.verify(organiser_public_key if subkey == run_id else None)

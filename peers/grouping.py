@@ -28,6 +28,7 @@ from dht_config.errors import RecordError
 from dht_config.records import RoundAnnouncement, open_announcement
 from peers.ledger import PendingSpan
 from peers.lineage import Claim, has_quorum
+from peers.messages import MAX_GROUP_SIZE
 from peers.round import GroupMember
 
 POLL_SECONDS = 0.15
@@ -75,6 +76,8 @@ def schema_hash(fragment: int, claim: Claim) -> bytes:
 class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships no types
     """hivemind's matchmaking for one fragment's rounds.
 
+    :param size: elements of the fragment
+    :param possible_samples: more than this nobody can have processed by now
     :param present: the training peers known now, as base58 ids, without ourselves: what a quorum is counted against
     """
 
@@ -87,9 +90,13 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         prefix: str,
         servicer_type: type[ServicerBase],
         matchmaking_seconds: float,
+        size: int,
         present: Callable[[], Collection[str]],
+        possible_samples: Callable[[], float],
     ) -> None:
         self._present = present
+        self._size = size
+        self._possible_samples = possible_samples
         self._run_id = run_id
         self._expected: tuple[int, int, Claim] | None = None
         super().__init__(
@@ -144,8 +151,9 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
             if announcement is None:
                 return None
             members.append(_member(peer_id, announcement))
-        if len({member.peer_id for member in members}) < len(members):
-            return None
+        ids = {str(member.peer_id) for member in members}
+        if len(ids) < len(members) or not has_quorum(ids, {str(self.peer_id), *self._present()}):
+            return None  # the leader's word is not enough: a group of too few could make a rival base
         return group.group_id, tuple(members)
 
     async def rpc_join_group(
@@ -155,6 +163,9 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         expected = self._expected
         if expected is not None and self._valid_announcement(context.remote_id, request.gather, *expected) is None:
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        if len(self.current_followers) + 1 >= MAX_GROUP_SIZE:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_IS_FULL)
             return
         async for message in super().rpc_join_group(request, context):
             yield message
@@ -168,7 +179,9 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
             return None
         same_round = (announcement.fragment, announcement.tick) == (fragment, tick)
         same_base = (announcement.version, announcement.digest) == (claim.version, claim.digest)
-        return announcement if same_round and same_base else None
+        whole = bool(announcement.spans) and announcement.spans[-1][1] == self._size
+        possible = announcement.samples_total <= self._possible_samples()
+        return announcement if same_round and same_base and whole and possible else None
 
 
 def _member(peer_id: PeerID, announcement: RoundAnnouncement) -> GroupMember:

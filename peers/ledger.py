@@ -77,6 +77,26 @@ class Ledger:
         """Give up pending work up to the cumulative counts: it is in no base and never will be."""
         return self._account(0, self.size, samples, steps, credited=False)
 
+    def abandon(self, ancestor: Ledger) -> Ledger:
+        """Leave the line of bases since ``ancestor`` was our ledger: what was credited in it since is dropped."""
+        result: list[Span] = []
+        for span in self.spans:
+            for old in ancestor.spans:
+                low, high = max(span.start, old.start), min(span.stop, old.stop)
+                if low < high:
+                    credited = min(span.credited, old.credited)
+                    result.append(replace(span, start=low, stop=high, credited=credited))
+        return Ledger(_merge(result))
+
+    def knows(self, ranges: Iterable[tuple[int, int]], samples: int) -> bool:
+        """Whether everything up to the cumulative count is accounted for in these element ranges."""
+        return all(
+            span.samples >= samples
+            for start, stop in ranges
+            for span in self.spans
+            if max(start, span.start) < min(stop, span.stop)
+        )
+
     def _account(self, start: int, stop: int, samples: int, steps: int, *, credited: bool) -> Ledger:
         result: list[Span] = []
         for span in self.spans:

@@ -31,14 +31,16 @@ def choose_base(
     *,
     possible_versions: int,
     groupmates: Collection[str] = (),
+    backers: int = 1,
 ) -> Claim | None:
     """The base this peer should fetch, or None if it holds the right one (or nobody announces any).
 
-    A newcomer takes the claim that most peers announce. A peer with a base moves to a better claim if at least
-    two peers announce it, or as many as announce its own, or one of its ``groupmates`` in a round whose answers it
-    missed. Versions above ``possible_versions`` (from the clock) are ignored.
+    A newcomer takes the claim that most peers announce. A peer with a base moves to a better claim if as many peers
+    announce it as stand behind its own, or if one of its ``groupmates`` does, from a round whose answers it missed.
+    Versions above ``possible_versions`` (from the clock) are ignored.
 
     :param claims: by peer id, without our own
+    :param backers: peers that are known to hold our base although their records may not say so yet, ourselves included
     """
     plausible = {peer: claim for peer, claim in claims.items() if claim.version <= possible_versions}
     votes = Counter(plausible.values())
@@ -46,13 +48,12 @@ def choose_base(
         if not votes:
             return None
         return max(votes, key=lambda claim: (votes[claim], claim.rank))
-    support_of_own = votes[own] + 1
+    support_of_own = max(votes[own] + 1, backers)
     missed = {plausible[peer] for peer in groupmates if peer in plausible}
     better = [
         claim
         for claim, count in votes.items()
-        if claim.rank > own.rank
-        and (count >= 2 or count >= support_of_own or (claim in missed and claim.version == own.version + 1))
+        if claim.rank > own.rank and (count >= support_of_own or (claim in missed and claim.version == own.version + 1))
     ]
     return max(better, key=lambda claim: (votes[claim], claim.rank), default=None)
 

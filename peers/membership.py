@@ -30,18 +30,13 @@ class View:
     read_at: float = 0.0
     members: Mapping[str, Member] = field(default_factory=dict)
 
-    def training(self, unreachable: Mapping[str, float] | None = None) -> frozenset[str]:
-        """Peers that take part in rounds.
+    def training(self) -> frozenset[str]:
+        """Peers that take part in rounds, as long as their records stand.
 
-        :param unreachable: peers that did not answer, with the expiry of the record they had then: a peer counts
-            again as soon as it has renewed its record.
+        A peer that does not answer for a moment still counts: two halves of a swarm that lost sight of each other
+        must not both believe that they are most of it.
         """
-        lost = unreachable or {}
-        return frozenset(
-            peer
-            for peer, member in self.members.items()
-            if member.profile.status == "training" and member.expires > lost.get(peer, float("-inf"))
-        )
+        return frozenset(peer for peer, member in self.members.items() if member.profile.status == "training")
 
     def claims(self, fragment: int) -> dict[str, Claim]:
         """What peers announce for one fragment."""

@@ -17,6 +17,7 @@ rpc_base               BaseRequest                                           Bas
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from typing import Annotated, Any, ClassVar
 
@@ -25,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 _HEADER_LENGTH = struct.Struct("<I")
 MAX_HEADER_BYTES = 256 * 1024
-MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_GROUP_SIZE = 256
 MAX_RECEIPTS = 64
 
@@ -49,7 +50,7 @@ class AskHeader(Header):
 class ClockHeader(Header):
     """The peer's swarm time, seconds since the epoch."""
 
-    seconds: float
+    seconds: float = Field(ge=0, le=1e11)
 
 
 class PartHeader(Header):
@@ -99,6 +100,12 @@ class Receipt(Header):
         return None, []
 
 
+def extend_history(history: bytes, receipt: Receipt) -> bytes:
+    """The hash chain over receipts, one link on: 32 bytes. Being in every base's digest, it vouches for receipts."""
+    packed: bytes = msgpack.packb(receipt.model_dump(), use_bin_type=True)
+    return hashlib.sha256(history + packed).digest()
+
+
 class BaseRequestHeader(Header):
     """Asks for the base of one fragment, and for receipts of the versions after ``known_version``."""
 
@@ -113,7 +120,10 @@ class BaseHeader(Header):
 
     version: Version
     total_element_samples: Annotated[bytes, Field(min_length=16, max_length=16)]
+    history: Digest
+    """Of the base before the first of the receipts; of this base if there are none."""
     receipts: Annotated[list[Receipt], Field(max_length=MAX_RECEIPTS)]
+    """Of consecutive versions, the last one this base's."""
 
 
 class BaseChunkHeader(Header):

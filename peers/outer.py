@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+NO_HISTORY = bytes(32)
+"""The history of a base of version 0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nesterov:
@@ -36,13 +39,21 @@ class Nesterov:
 
 
 def base_digest(
-    *, fragment: int, version: int, total_element_samples: int, base: torch.Tensor, momentum: torch.Tensor
+    *,
+    fragment: int,
+    version: int,
+    total_element_samples: int,
+    history: bytes,
+    base: torch.Tensor,
+    momentum: torch.Tensor,
 ) -> bytes:
     """SHA-256 over everything peers of one version must agree on: 32 bytes.
 
     :param total_element_samples: sum over all accepted contributions of elements times samples
+    :param history: hash chain over the receipts of all versions so far (``messages.extend_history``)
     """
     digest = hashlib.sha256(struct.pack("<IQ", fragment, version))
+    digest.update(history)
     digest.update(total_element_samples.to_bytes(16, "little"))
     digest.update(base.contiguous().numpy().data)
     digest.update(momentum.contiguous().numpy().data)

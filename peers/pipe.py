@@ -10,6 +10,7 @@ They travel through a pipe of our own, in order, and the order decides who may t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,28 @@ class FragmentMeta:
     version: int
     digest: bytes
     total_element_samples: int
+    history: bytes
     ledger: list[list[int]]
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint's meta."""
+        return {
+            "version": self.version,
+            "digest": self.digest.hex(),
+            "total_element_samples": self.total_element_samples,
+            "history": self.history.hex(),
+            "ledger": self.ledger,
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> FragmentMeta:
+        return cls(
+            version=row["version"],
+            digest=bytes.fromhex(row["digest"]),
+            total_element_samples=row["total_element_samples"],
+            history=bytes.fromhex(row["history"]),
+            ledger=row["ledger"],
+        )
 
 
 # --- training process to averaging process
@@ -184,6 +206,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Goodbye has been said; the arena will not change any more."""
+    """Goodbye has been said; the arena will not change any more.
+
+    ``clean`` says that what became of every contribution of ours is known.
+    """
 
     fragments: list[FragmentMeta]
+    clean: bool

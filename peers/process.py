@@ -10,6 +10,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import queue
 import select
 import shutil
 import signal
@@ -26,7 +27,7 @@ import uvloop
 from dht_config.errors import P2PTrainerError, SwarmProcessDied
 from peers.arena import SharedArena
 from peers.daemon import die_with_parent
-from peers.pipe import Configure, Failed, Stop, Stopped
+from peers.pipe import Configure, Event, Failed, Stop, Stopped
 from peers.settings import SwarmSettings
 from peers.swarm import Swarm
 
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 SWARM_THREADS = 1
 """Tensor arithmetic of the averaging process: bound by memory, not by cores, and training needs those."""
 END_SECONDS = 0.5
+UNSENT_EVENTS = 1000
+"""Metrics are dropped beyond this; nothing else is."""
+WRITE_OUT_SECONDS = 1.0
 
 
 class SwarmHandle:
@@ -129,16 +133,17 @@ def _main(settings: SwarmSettings, pipe: Connection, parents_end: Connection, pa
 async def _serve(settings: SwarmSettings, pipe: Connection) -> None:
     loop = asyncio.get_running_loop()
     parent_pid = os.getppid()
-    lost = False
+    outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def send(message: Any) -> None:
-        nonlocal lost
-        try:
-            pipe.send(message)
-        except OSError:
-            if not lost:
-                lost = True
-                swarm.receive(Stop("the training process is gone"))
+        # Never blocks the loop: a training process that is busy for minutes must not stop the DHT and the rounds.
+        if outgoing.qsize() < UNSENT_EVENTS or not isinstance(message, Event):
+            outgoing.put(message)
+
+    def write() -> None:
+        with suppress(OSError):  # the reader notices as well and stops the swarm
+            while (message := outgoing.get()) is not None:
+                pipe.send(message)
 
     def read() -> None:
         # A thread of its own: uvloop makes a watched descriptor non-blocking, and half a message would be an error.
@@ -158,6 +163,8 @@ async def _serve(settings: SwarmSettings, pipe: Connection) -> None:
     swarm = Swarm(settings, send)
     loop.set_exception_handler(_note_stray_exception)
     threading.Thread(target=read, name="pipe reader", daemon=True).start()
+    writer = threading.Thread(target=write, name="pipe writer", daemon=True)
+    writer.start()
     # A service manager signals every process of the unit; only the parent's word or its death counts.
     loop.add_signal_handler(
         signal.SIGTERM,
@@ -169,6 +176,8 @@ async def _serve(settings: SwarmSettings, pipe: Connection) -> None:
         logger.exception("The averaging process failed")
         send(Failed(SwarmProcessDied(f"The averaging process failed: {error!r}.", "Please report this.")))
     finally:
+        outgoing.put(None)
+        writer.join(WRITE_OUT_SECONDS)
         if os.getppid() != parent_pid:
             shutil.rmtree(settings.socket_directory, ignore_errors=True)
 

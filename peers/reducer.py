@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from peers.ledger import PendingSpan
@@ -66,7 +67,8 @@ class _OpenPart:
         """Add ``values`` (float32, ``(size,)``) with the weights that ``pieces`` give each stretch."""
         if self.sum is None:
             self.sum = torch.zeros(self.size)
-        if len(pieces) == 1 and self.weights is None:
+        everywhere = len(pieces) == 1 and (pieces[0].start, pieces[0].stop) == (0, self.size)
+        if everywhere and self.weights is None:
             self.sum.add_(values, alpha=pieces[0].weight)
             self.weight += pieces[0].weight
             return
@@ -120,17 +122,20 @@ class PartReducer:
 
     async def add(self, member: int, part: int, values: torch.Tensor) -> None:
         """Count a member's values in a part, unless the member was left out or the part is closed."""
-        current = self._parts[part]
-        pieces = self._pieces(member, current)
-        async with current.lock:
-            if current.result.done() or member not in self.expected or member in current.included:
+        # A sender that hangs up in the middle must not leave its values in the sum and its name out of the list.
+        await asyncio.shield(asyncio.ensure_future(self._add(member, self._parts[part], values)))
+
+    async def _add(self, member: int, part: _OpenPart, values: torch.Tensor) -> None:
+        pieces = self._pieces(member, part)
+        async with part.lock:
+            if part.result.done() or member not in self.expected or member in part.included:
                 return
-            if current.size <= INLINE_ELEMENTS:
-                current.add(values, pieces)
+            if part.size <= INLINE_ELEMENTS:
+                part.add(values, pieces)
             else:
-                await asyncio.shield(asyncio.to_thread(current.add, values, pieces))
-            current.included.add(member)
-        await self._close_if_complete(current)
+                await asyncio.to_thread(part.add, values, pieces)
+            part.included.add(member)
+        await self._close_if_complete(part)
 
     async def leave_out(self, member: int, reason: str) -> None:
         """Wait for this member no longer; what it already delivered stays counted."""
@@ -160,10 +165,15 @@ class PartReducer:
             part.result.set_exception(InvalidPart(f"only {len(part.included)} contribution(s) arrived"))
             part.result.exception()  # read here, so that a part nobody asks for is not reported as unhandled
             return
-        if part.size <= INLINE_ELEMENTS:
-            payload = part.average()
-        else:
-            payload = await asyncio.shield(asyncio.to_thread(part.average))
+        try:
+            if part.size <= INLINE_ELEMENTS:
+                payload = part.average()
+            else:
+                payload = await asyncio.shield(asyncio.to_thread(part.average))
+        except (MemoryError, RuntimeError) as error:
+            part.result.set_exception(InvalidPart(f"could not be averaged: {error}"))
+            part.result.exception()
+            return
         part.sum = part.weights = None
         part.result.set_result(
             Averaged(
@@ -190,7 +200,15 @@ def decode_values(body: bytes | memoryview, size: int) -> torch.Tensor:
     if len(body) != size * FLOAT32.itemsize:
         raise InvalidPart(f"{len(body)} bytes instead of {size * FLOAT32.itemsize}")
     values = np.frombuffer(body, dtype=FLOAT32)
-    largest = float(np.abs(values).max()) if size else 0.0
+    check_values(values)
+    return torch.from_numpy(values.astype(np.float32, copy=not values.flags.writeable))
+
+
+def check_values(values: npt.NDArray[np.float32]) -> None:
+    """Our own contribution is held to it as well: a model that diverged must not break everyone's base.
+
+    :raises InvalidPart: NaN or inf, or a magnitude no honest difference has.
+    """
+    largest = float(np.abs(values).max()) if values.size else 0.0
     if not largest <= MAX_ABSOLUTE_DIFFERENCE:  # also true for NaN
         raise InvalidPart(f"values up to {largest:g}")
-    return torch.from_numpy(values.astype(np.float32, copy=not values.flags.writeable))

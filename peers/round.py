@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
@@ -30,10 +31,20 @@ from peers.messages import (
     Receipt,
     indices_of,
 )
-from peers.reducer import FLOAT32, InvalidPart, PartReducer, decode_values
+from peers.reducer import FLOAT32, InvalidPart, PartReducer, check_values, decode_values
 
 CallReducer = Callable[[PeerID, AsyncIterator[Part]], Awaitable[AsyncIterator[Average]]]
-TRANSPORT_ERRORS = (P2PDaemonError, P2PHandlerError, ControlFailure, OSError, EOFError, asyncio.TimeoutError)
+TRANSPORT_ERRORS = (
+    P2PDaemonError,
+    P2PHandlerError,
+    ControlFailure,
+    OSError,
+    EOFError,
+    asyncio.TimeoutError,
+    TypeError,  # hivemind's word for an unknown message marker
+    DecodeError,
+)
+"""What a call to another peer can end in, its answer being no answer at all included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +116,14 @@ def deadline_seconds(recent_seconds: Sequence[float], cycle_seconds: float) -> f
 
 
 def receipt_for(plan: RoundPlan, parts: Sequence[AveragedPart], version: int) -> Receipt:
-    """The receipt that goes with the base of ``version`` this round makes."""
+    """The receipt that goes with the base of ``version`` this round makes; neighbours that hold the same are one."""
+    joined: list[AveragedPart] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last is not None and (last.stop, last.included) == (part.start, part.included):
+            joined[-1] = AveragedPart(start=last.start, stop=part.stop, included=part.included)
+        else:
+            joined.append(part)
     return Receipt(
         version=version,
         tick=plan.tick,
@@ -113,7 +131,7 @@ def receipt_for(plan: RoundPlan, parts: Sequence[AveragedPart], version: int) ->
             Contributor(peer_id=member.peer_id.to_bytes(), samples=member.samples, steps=member.steps)
             for member in plan.members
         ],
-        parts=list(parts),
+        parts=joined,
     )
 
 
@@ -229,7 +247,7 @@ class Round:
                 expected += 1
             if expected < self.reducer.num_parts:
                 raise InvalidPart(f"sent {expected} of {self.reducer.num_parts} parts")
-        except InvalidPart as error:
+        except (InvalidPart, *TRANSPORT_ERRORS) as error:
             await self.reducer.leave_out(sender, str(error))
 
     async def _close_at_deadline(self) -> None:
@@ -285,8 +303,12 @@ class Round:
         raise InvalidPart(f"{received} of {len(ranges)} averages")
 
     async def _reduce_own(self) -> None:
-        for part, (start, stop) in enumerate(self.plan.ranges[self.own_index]):
-            await self.reducer.add(self.own_index, part, self._contribution[start:stop])
+        try:
+            for part, (start, stop) in enumerate(self.plan.ranges[self.own_index]):
+                check_values(self._contribution[start:stop].numpy())
+                await self.reducer.add(self.own_index, part, self._contribution[start:stop])
+        except InvalidPart as error:
+            await self.reducer.leave_out(self.own_index, str(error))
         for part, (start, stop) in enumerate(self.plan.ranges[self.own_index]):
             try:
                 averaged = await asyncio.shield(self.reducer.result(part))

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import random
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, AsyncIterator, Literal, TypeVar  # noqa: UP035  (ServicerBase recognises typing's AsyncIterator only)
 
-import torch
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.p2p.servicer import StubBase
@@ -22,8 +22,15 @@ from hivemind.proto import averaging_pb2
 
 from dht_config.address import Address, parse_addresses
 from dht_config.errors import IdentityError, P2PTrainerError, SwarmProcessDied
-from dht_config.hardening import harden_msgpack
-from dht_config.keys import manifest_key, matchmaking_prefix, profiles_key, rpc_namespace, states_key
+from dht_config.hardening import bound_found_expirations, harden_msgpack
+from dht_config.keys import (
+    manifest_key,
+    matchmaking_prefix,
+    profiles_key,
+    rpc_namespace,
+    run_manifest_key,
+    states_key,
+)
 from dht_config.manifest import RunManifest
 from dht_config.records import (
     FragmentClaim,
@@ -37,7 +44,7 @@ from dht_config.records import (
 from dht_config.validators import SwarmRecordValidator
 from peers.arena import SharedArena
 from peers.clock import Schedule, SwarmClock
-from peers.daemon import answers_elsewhere, dial, limit_write_time, start_daemon
+from peers.daemon import answers_elsewhere, dial, limit_message_size, limit_write_time, start_daemon
 from peers.door import (
     enter_dht,
     fetch_manifest,
@@ -47,14 +54,15 @@ from peers.door import (
     set_clock,
     wait_for_answer,
 )
-from peers.fragment_state import FragmentState
+from peers.fragment_state import FragmentState, NextBase
 from peers.grouping import FragmentMatchmaking, GroupSearch, NodeAsDHT
 from peers.ledger import PendingSpan
 from peers.lineage import Claim, choose_base
 from peers.membership import Member, View, read_view
 from peers.messages import (
+    MAX_BODY_BYTES,
+    MAX_HEADER_BYTES,
     Ask,
-    AskHeader,
     Average,
     AveragedPart,
     BaseAnswer,
@@ -85,6 +93,7 @@ from peers.pipe import (
     TakeSnapshot,
     Waiting,
 )
+from peers.reducer import MAX_ABSOLUTE_DIFFERENCE
 from peers.round import (
     TRANSPORT_ERRORS,
     GroupMember,
@@ -95,23 +104,36 @@ from peers.round import (
     split_fragment,
 )
 from peers.settings import SwarmSettings
-from peers.transfer import BaseServer, FetchedBase, FrozenBase, TransferFailed, receive_base
+from peers.transfer import BaseServer, FetchedBase, FrozenBase, receive_base
 
 logger = logging.getLogger(__name__)
 
 RECORD_SECONDS = 30.0
 """How long a record of ours stands; a killed peer is forgotten after it."""
 PUBLISH_SECONDS = 5.0
+REACH_OUT_SECONDS = 2 * PUBLISH_SECONDS
+"""Records are renewed every PUBLISH_SECONDS: twice that without news means that something is broken."""
 MANIFEST_SECONDS = 600.0
 CLOCK_SECONDS = 60.0
 PING_SECONDS = 2.0
 WRITE_SECONDS = 60.0
+MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_BODY_BYTES + 64
 FETCH_IDLE_SECONDS = 15.0
+FETCH_BYTES_PER_SECOND = 20_000.0
+"""A donor slower than this is given up for another."""
+BLAME_SECONDS = 10.0
 KEEPER_SECONDS = 5.0
 LEAVE_ROUND_SECONDS = 3.0
 LEAVE_GOODBYE_SECONDS = 1.5
+LEAVE_CHANGE_SECONDS = 1.0
 REGISTER_SECONDS = 5.0
 FETCHES_AT_ONCE = 3
+STREAMS_PER_PEER = FETCHES_AT_ONCE
+ROUNDS_UNKNOWN_PER_PEER = 4
+DIALS_AT_ONCE = 8
+MAX_SAMPLES_PER_SECOND = 1e6
+"""No peer is this fast: bounds what one can announce since the run began, so that totals stay countable."""
+ADDRESSES_PER_PEER = 4
 ALONE_NEIGHBOURS = 4
 SYNC_ROUNDS_BETWEEN_NOTES = 10
 
@@ -149,7 +171,7 @@ class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no ty
             yield answer
 
     async def rpc_base(self, request: BaseRequest, context: P2PContext) -> AsyncIterator[BaseAnswer]:
-        async for answer in self._swarm.answer_base(request):
+        async for answer in self._swarm.answer_base(request, context.remote_id):
             yield answer
 
 
@@ -169,6 +191,8 @@ class Swarm:
         self.fragments: list[FragmentState] = []
         self._matchmaking: dict[str, FragmentMatchmaking] = {}
         self._rounds: dict[bytes, asyncio.Future[Round]] = {}
+        self._served: Counter[PeerID] = Counter()
+        self._guessing: Counter[PeerID] = Counter()
         self._server = BaseServer(self._freeze)
         self._replies: dict[tuple[type, int], asyncio.Future[Any]] = {}
         self._configured: asyncio.Future[tuple[Configure, SharedArena]] = asyncio.Future()
@@ -176,8 +200,11 @@ class Swarm:
         self._changed = asyncio.Event()
         self._quiet: list[FragmentState] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._changes: set[asyncio.Future[Any]] = set()
+        self._backed_until: dict[int, float] = {}
         self._fetching = asyncio.Semaphore(FETCHES_AT_ONCE)
-        self._unreachable: dict[str, float] = {}
+        self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
+        self._blamed: dict[tuple[str, bytes], float] = {}
         self._known: set[str] = set()
         self._progress = Progress(samples=0, steps=0, credited_samples=0.0, samples_per_second=0.0)
         self._training: BeginTraining | None = None
@@ -192,7 +219,9 @@ class Swarm:
     async def run(self) -> None:
         """Enter, sync, take part until told to stop. Errors a person can act on go through the pipe."""
         harden_msgpack()
+        bound_found_expirations()
         limit_write_time(WRITE_SECONDS)
+        limit_message_size(MAX_MESSAGE_BYTES)
         self.clock.install()
         try:
             self.p2p = await start_daemon(
@@ -222,10 +251,10 @@ class Swarm:
         except P2PTrainerError as error:
             self.send(Failed(error))
         finally:
-            for task in self._tasks:
-                task.cancel()
+            await self._cancel_tasks()
             await self.p2p.shutdown()
-        self.send(Stopped([state.meta for state in self.fragments]))
+        clean = not any(state.uncertain for state in self.fragments)
+        self.send(Stopped([state.meta for state in self.fragments], clean))
 
     async def _live(self) -> None:
         await self._enter()
@@ -289,10 +318,10 @@ class Swarm:
             start_seconds=run.start.timestamp(), tick_seconds=run.tick_seconds, fragments=run.fragments
         )
         self.outer = Nesterov(lr=outer.lr, momentum=outer.momentum)
-        self._clean = configure.clean
         self.fragments = [FragmentState(index, self.layout, arena) for index in range(run.fragments)]
         for state, meta in zip(self.fragments, configure.fragments or (), strict=False):
             state.restore(meta)
+            state.uncertain = not configure.clean
         self._progress = Progress(
             samples=configure.samples, steps=configure.steps, credited_samples=0.0, samples_per_second=0.0
         )
@@ -307,9 +336,19 @@ class Swarm:
                 prefix=prefix,
                 servicer_type=SwarmServicer,
                 matchmaking_seconds=averaging.matchmaking_seconds,
-                present=lambda: self.view.training(self._unreachable),
+                size=self.layout.size(index),
+                present=lambda: self.view.training(),
+                possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (self.clock.now() - self.schedule.start_seconds),
             )
             self._matchmaking[matchmaking.group_key_manager.current_key] = matchmaking
+
+    async def _cancel_tasks(self) -> None:
+        """End what still runs; a change of a base that has begun is finished, which takes milliseconds."""
+        ending = {*self._tasks}
+        for task in ending:
+            task.cancel()
+        if ending or self._changes:
+            await asyncio.wait({*ending, *self._changes}, timeout=LEAVE_CHANGE_SECONDS)
 
     @property
     def _first_status(self) -> Status:
@@ -378,11 +417,10 @@ class Swarm:
     # ------------------------------------------------------------ membership
 
     async def _publish_manifest(self) -> None:
-        await self.node.store(
-            manifest_key(),
-            self.signed_manifest.to_payload(),
-            self.clock.now() + MANIFEST_SECONDS,
-            subkey=self.settings.run_id,
+        run_id, payload = self.settings.run_id, self.signed_manifest.to_payload()
+        until = self.clock.now() + MANIFEST_SECONDS
+        await asyncio.gather(
+            *(self.node.store(key, payload, until, subkey=run_id) for key in (run_manifest_key(run_id), manifest_key()))
         )
 
     async def _publish(self, status: Status) -> None:
@@ -434,23 +472,22 @@ class Swarm:
         self._own_record = everyone.members.get(own)
         # A record that a search missed still stands until it expires: a hiccup must not make a peer think it is alone.
         standing = {peer: member for peer, member in self.view.members.items() if member.expires > everyone.read_at}
-        members = {
-            peer: member
-            for peer, member in {**standing, **everyone.members}.items()
-            if peer != own and member.profile.status != "leaving"
-        }
+        members = {peer: member for peer, member in {**standing, **everyone.members}.items() if peer != own}
+        before = self.view.members
+        if any(peer not in before or member.expires > before[peer].expires for peer, member in members.items()):
+            self._heard_at = everyone.read_at
         self.view = View(read_at=everyone.read_at, members=members)
-        self.send(Event("peers", {"training": len(self.view.training(self._unreachable)), "known": len(members)}))
+        self.send(Event("peers", {"training": len(self.view.training()), "known": len(members)}))
         self._meet(members)
 
     def _meet(self, members: dict[str, Member]) -> None:
         """Connect to peers we have not met, and remember the way to all of them."""
         fresh = [peer for peer in members if peer not in self._known]
+        self._known = set(members)
         if not fresh:
             return
-        self._known.update(fresh)
         for peer in fresh:
-            good, _ = parse_addresses(members[peer].profile.addresses)
+            good, _ = parse_addresses(members[peer].profile.addresses[:ADDRESSES_PER_PEER])
             for address in good:
                 if address.peer_id == peer:
                     self._spawn(self._greet(address))
@@ -461,7 +498,18 @@ class Swarm:
         )
 
     async def _greet(self, address: Address) -> None:
-        await dial(self.p2p, address)
+        async with self._dialling:
+            await dial(self.p2p, address)
+
+    async def _reach_out(self) -> None:
+        """Nobody was heard of for a while: dial and ping anew, since hivemind forgets nodes that do not answer."""
+        known = [*self.settings.addresses, *remembered_addresses(self.settings.remembered_peers_path)]
+        addresses = list(
+            {address.text: address for address in known if address.peer_id != str(self.p2p.peer_id)}.values()
+        )
+        await asyncio.gather(*(self._greet(address) for address in addresses))
+        peers = {PeerID.from_base58(address.peer_id) for address in addresses}
+        await asyncio.gather(*(self.node.protocol.call_ping(peer) for peer in peers))
 
     async def _refuse_twin(self) -> None:
         """A copied identity: somebody else answers under our peer id at the addresses in our own record."""
@@ -476,7 +524,7 @@ class Swarm:
             )
 
     async def _keep_membership(self) -> None:
-        published = manifest_published = self.clock.now()
+        published = manifest_published = reached_out = self.clock.now()
         period = max(0.25, self.schedule.tick_seconds / 2)
         status = self._first_status
         while True:
@@ -495,7 +543,11 @@ class Swarm:
                     await self._publish_manifest()
                     manifest_published = now
                 await self._refresh()
-            except TRANSPORT_ERRORS as error:
+                if now - max(self._heard_at, reached_out) >= REACH_OUT_SECONDS:
+                    reached_out = now
+                    self._spawn(self._reach_out())
+            except (*TRANSPORT_ERRORS, ValueError) as error:
+                # ValueError: a record that we would have to publish is out of bounds; membership must outlive it.
                 logger.debug("Membership was not refreshed: %r", error)
                 continue
             self._catch_up()
@@ -510,25 +562,11 @@ class Swarm:
     def _stub(self, peer: PeerID) -> StubBase:
         return SwarmServicer.get_stub(self.p2p, peer, namespace=rpc_namespace(self.settings.run_id))
 
-    async def _check_absent(self, absent: set[str]) -> None:
-        """Peers that did not turn up: those that do not answer either are not waited for any more."""
-
-        async def check(peer: str) -> None:
-            member = self.view.members.get(peer)
-            if member is None:
-                return
-            try:
-                await self._stub(PeerID.from_base58(peer)).rpc_time(Ask(AskHeader()), timeout=PING_SECONDS)
-            except TRANSPORT_ERRORS:
-                self._unreachable[peer] = member.expires
-
-        await asyncio.gather(*(check(peer) for peer in absent))
-
     # ----------------------------------------------------------------- bases
 
     async def _sync(self, configure: Configure) -> None:
         """Fetch the bases that we lack or that are behind, and tell the training process where it stands."""
-        keep = [True] * len(self.fragments)
+        keep = [state.version >= 0 for state in self.fragments]
         expected = sum(2 * 4 * state.size for state in self.fragments)
         received = 0
 
@@ -548,7 +586,7 @@ class Swarm:
                     if fetched is not None:
                         async with state.content:
                             own = self.settings.identity.peer_id.to_bytes()
-                            keep[state.index] &= state.adopt(fetched, own, clean=self._clean)
+                            keep[state.index] &= state.adopt(fetched, own)
                 attempts += 1
                 if attempts % SYNC_ROUNDS_BETWEEN_NOTES == 0:
                     self.send(Waiting("No peer delivers the current base yet; still trying."))
@@ -569,18 +607,25 @@ class Swarm:
         self.send(Synced(fragments=[state.meta for state in self.fragments], keep=keep, samples=samples, steps=steps))
 
     def _better_claim(self, state: FragmentState) -> Claim | None:
-        """What we should fetch for this fragment; a version 0 must be the one the organiser signed."""
+        """What we should fetch for this fragment; a version 0 must be the one the organiser signed.
+
+        Where peers train, theirs are the votes: a door that follows slowly and peers that are just coming back would
+        together keep each other on a base of the past.
+        """
         initial = self.signed_manifest.initial_digests[state.index]
         claims = {
             peer: claim
             for peer, claim in self.view.claims(state.index).items()
             if claim.version > 0 or claim.digest == initial
         }
+        training = self.view.training()
+        claims = {peer: claim for peer, claim in claims.items() if peer in training} or claims
         return choose_base(
             state.claim if state.version >= 0 else None,
             claims,
             possible_versions=self.schedule.possible_versions(self.clock.now()),
             groupmates=state.unresolved_mates,
+            backers=state.backers if self.clock.now() < self._backed_until.get(state.index, 0.0) else 1,
         )
 
     def _catch_up(self) -> None:
@@ -613,11 +658,8 @@ class Swarm:
             pending = self._replies.get((SnapshotTaken, state.index))
             if pending is not None:
                 await asyncio.shield(pending)
-            unresolved = bool(state.unresolved_mates)
-            async with state.content:
-                own = self.settings.identity.peer_id.to_bytes()
-                keep = await asyncio.to_thread(state.adopt, fetched, own, clean=not unresolved)
-                rebased = self._rebase(state, keep)
+            own = self.settings.identity.peer_id.to_bytes()
+            keep, rebased = await self._whole(self._put_fetched(state, fetched, own))
             await self._wait_rebased(state, keep, rebased)
             self._changed.set()
             self.send(
@@ -636,53 +678,84 @@ class Swarm:
                 )
             )
 
+    async def _put_fetched(
+        self, state: FragmentState, fetched: FetchedBase, own: bytes
+    ) -> tuple[bool, asyncio.Future[Rebased] | None]:
+        async with state.content:
+            keep = await asyncio.to_thread(state.adopt, fetched, own)
+            return keep, self._rebase(state, keep)
+
     async def _fetch(self, state: FragmentState, claim: Claim, on_bytes: Callable[[int], None]) -> FetchedBase | None:
         """A verified base from one of the peers that announce it, or None if none of them delivers."""
-        donors = [peer for peer, other in self.view.claims(state.index).items() if other == claim]
+        now = self.clock.now()
+        self._blamed = {blame: until for blame, until in self._blamed.items() if until > now}
+        donors = [
+            peer
+            for peer, other in self.view.claims(state.index).items()
+            if other == claim and (peer, claim.digest) not in self._blamed
+        ]
         random.shuffle(donors)
-        donors.sort(key=lambda peer: peer in self._unreachable)
+        request = BaseRequest(
+            BaseRequestHeader(
+                fragment=state.index, version=claim.version, digest=claim.digest, known_version=state.version
+            )
+        )
+        limit_seconds = FETCH_IDLE_SECONDS + 2 * 4 * state.size / FETCH_BYTES_PER_SECOND
         async with self._fetching:
             for donor in donors:
-                request = BaseRequest(
-                    BaseRequestHeader(
-                        fragment=state.index,
-                        version=claim.version,
-                        digest=claim.digest,
-                        known_version=state.version,
-                    )
-                )
                 try:
-                    answers = await asyncio.wait_for(
-                        self._stub(PeerID.from_base58(donor)).rpc_base(request), FETCH_IDLE_SECONDS
+                    fetched = await asyncio.wait_for(
+                        self._fetch_from(donor, request, state, claim, on_bytes), limit_seconds
                     )
-                    fetched = await receive_base(
-                        _with_idle_timeout(answers, FETCH_IDLE_SECONDS),
-                        fragment=state.index,
-                        size=state.size,
-                        claim=claim,
-                        on_bytes=on_bytes,
-                    )
-                except (*TRANSPORT_ERRORS, TransferFailed) as error:
+                except Exception as error:
+                    # Whatever goes wrong while reading what a donor sends is the donor's failure, not ours.
                     logger.debug("Donor %s of fragment %d: %r", donor, state.index, error)
+                    self._blamed[donor, claim.digest] = self.clock.now() + BLAME_SECONDS
                     continue
                 self._last_donor = donor
                 return fetched
         return None
+
+    async def _fetch_from(
+        self,
+        donor: str,
+        request: BaseRequest,
+        state: FragmentState,
+        claim: Claim,
+        on_bytes: Callable[[int], None],
+    ) -> FetchedBase:
+        answers = await self._stub(PeerID.from_base58(donor)).rpc_base(request)
+        return await receive_base(
+            _with_idle_timeout(answers, FETCH_IDLE_SECONDS),
+            fragment=state.index,
+            size=state.size,
+            claim=claim,
+            on_bytes=on_bytes,
+        )
 
     async def _freeze(self, fragment: int) -> FrozenBase:
         state = self.fragments[fragment]
         async with state.content:
             return await asyncio.to_thread(state.frozen)
 
-    async def answer_base(self, request: BaseRequest) -> AsyncIterator[BaseAnswer]:
+    async def answer_base(self, request: BaseRequest, remote_id: PeerID) -> AsyncIterator[BaseAnswer]:
         """Serve a base, if we hold the one that is asked for."""
         header = request.header
         if header is None or header.fragment >= len(self.fragments):
             return
-        if self.fragments[header.fragment].version < 0:
+        state = self.fragments[header.fragment]
+        if state.version < 0 or (header.digest != state.digest and not self._server.holds(header)):
             return
-        async for answer in self._server.answer(header):
-            yield answer
+        if self._served[remote_id] >= STREAMS_PER_PEER:
+            return
+        self._served[remote_id] += 1
+        try:
+            async for answer in self._server.answer(header):
+                yield answer
+        finally:
+            self._served[remote_id] -= 1
+            if not self._served[remote_id]:
+                del self._served[remote_id]
 
     # ---------------------------------------------------------------- rounds
 
@@ -692,20 +765,43 @@ class Swarm:
 
     async def answer_sender(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncIterator[Average]:
         """A groupmate sends its contribution; its round may be known to us a moment later than to it."""
-        async for first in stream:
-            header = first.header
-            if header is None or len(self._rounds) > 4 * len(self.fragments) + 64:
-                return
-            waiting = self._rounds.setdefault(header.group_id, asyncio.get_running_loop().create_future())
-            try:
-                current = await asyncio.wait_for(asyncio.shield(waiting), REGISTER_SECONDS)
-            except asyncio.TimeoutError:
-                if not waiting.done():
-                    self._rounds.pop(header.group_id, None)
-                return
-            async for answer in current.answer(_chain(first, stream), remote_id):
-                yield answer
+        try:
+            first = await asyncio.wait_for(stream.__aiter__().__anext__(), REGISTER_SECONDS)
+        except (StopAsyncIteration, asyncio.TimeoutError):
             return
+        if first.header is None:
+            return
+        current = await self._round_of(first.header.group_id, remote_id)
+        if current is None:
+            return
+        async for answer in current.answer(_chain(first, stream), remote_id):
+            yield answer
+
+    async def _round_of(self, group_id: bytes, remote_id: PeerID) -> Round | None:
+        """The round of a group, waited for a moment if we do not know of it yet; a few such waits per peer."""
+        waiting = self._rounds.get(group_id)
+        if waiting is not None and waiting.done():
+            return waiting.result()
+        if self._guessing[remote_id] >= ROUNDS_UNKNOWN_PER_PEER:
+            return None
+        if waiting is None:
+            waiting = self._rounds[group_id] = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_later(2 * REGISTER_SECONDS, self._forget_round, group_id)
+        self._guessing[remote_id] += 1
+        try:
+            return await asyncio.wait_for(asyncio.shield(waiting), REGISTER_SECONDS)
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            self._guessing[remote_id] -= 1
+            if not self._guessing[remote_id]:
+                del self._guessing[remote_id]
+
+    def _forget_round(self, group_id: bytes) -> None:
+        """Of a group id that somebody named but that never became a round here."""
+        waiting = self._rounds.get(group_id)
+        if waiting is not None and not waiting.done():
+            del self._rounds[group_id]
 
     async def _keep_ticks(self) -> None:
         """Begin every tick's round in time to find a group by the tick's beginning."""
@@ -753,19 +849,13 @@ class Swarm:
         better = self._better_claim(state)
         if better is not None:
             raise RoundVoid(f"the swarm is at version {better.version}; fetching it first")
-        state.taken = None  # the snapshot it describes is about to be overwritten
-        asked = self._ask(TakeSnapshot(state.index), SnapshotTaken, state.index)
-        try:
-            taken = await asyncio.wait_for(asyncio.shield(asked), max(0.1, begins - self.clock.now()))
-        except asyncio.TimeoutError as error:
-            raise RoundVoid("the training step was too long for a snapshot in time") from error
-        state.taken = taken
+        taken = state.taken = await self._snapshot(state, begins)
         report["outcome"] = "carried"
         spans = state.ledger.pending(taken.samples, taken.steps)
         contribution = await asyncio.to_thread(state.contribution)
-        if not bool(torch.isfinite(contribution).all()):
+        if not bool((contribution.abs() <= MAX_ABSOLUTE_DIFFERENCE).all()):  # also true for NaN
             await self._discard_progress(state)
-            raise RoundVoid("the local parameters were not finite; they were set back to the base")
+            raise RoundVoid("the local parameters had diverged; they were set back to the base")
         group_id, members = await self._find_group(tick, state, taken, spans, begins)
         plan = RoundPlan(
             group_id=group_id,
@@ -790,15 +880,50 @@ class Swarm:
             average, parts = await self._all_reduce(plan, state, contribution, report)
         own = self.settings.identity.peer_id.to_bytes()
         new = await asyncio.to_thread(state.next_base, self.outer, plan, average, parts)
-        async with state.content:
-            await asyncio.to_thread(state.commit, new, plan, parts, own)
-            rebased = self._rebase(state, True)
+        rebased = await self._whole(self._commit(state, new, plan, parts, own))
+        self._backed_until[state.index] = self.clock.now() + RECORD_SECONDS
         self._changed.set()
         report["outcome"] = "committed"
         report["seconds"] = self.clock.now() - began
         if any(own_index not in part.included for part in parts):
             report["reason"] = "some parts closed without us; their contribution is carried on"
         await self._wait_rebased(state, True, rebased)
+
+    async def _snapshot(self, state: FragmentState, begins: float) -> SnapshotTaken:
+        """The fragment as training has it now, or as of the last request if that was answered too late for its round.
+
+        :raises RoundVoid: not answered before the tick begins; the next round of the fragment can use it
+        """
+        if state.late is not None:
+            taken, state.late = state.late, None
+            return taken
+        state.taken = None  # the snapshot it describes is about to be overwritten
+        asked = self._ask(TakeSnapshot(state.index), SnapshotTaken, state.index)
+        try:
+            return await asyncio.wait_for(asyncio.shield(asked), max(0.1, begins - self.clock.now()))
+        except asyncio.TimeoutError as error:
+
+            def keep(answer: asyncio.Future[SnapshotTaken]) -> None:
+                state.late = answer.result()
+
+            asked.add_done_callback(keep)
+            raise RoundVoid(
+                "the training step was too long for a snapshot in time; it serves the next round"
+            ) from error
+
+    async def _commit(
+        self, state: FragmentState, new: NextBase, plan: RoundPlan, parts: tuple[AveragedPart, ...], own: bytes
+    ) -> asyncio.Future[Rebased] | None:
+        async with state.content:
+            await asyncio.to_thread(state.commit, new, plan, parts, own)
+            return self._rebase(state, True)
+
+    async def _whole(self, change: Coroutine[Any, Any, Reply]) -> Reply:
+        """Make a change of a base and its message to the training process one: leaving must not come in between."""
+        task = asyncio.ensure_future(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
 
     async def _discard_progress(self, state: FragmentState) -> None:
         """Set the training process back to the base: what it has is of use to nobody."""
@@ -815,7 +940,7 @@ class Swarm:
         begins: float,
     ) -> tuple[bytes, tuple[GroupMember, ...]]:
         """The group for this round: ourselves if the records show that we are alone. :raises RoundVoid:"""
-        present = self.view.training(self._unreachable)
+        present = self.view.training()
         me = GroupMember(peer_id=self.p2p.peer_id, spans=spans, samples=taken.samples, steps=taken.steps)
         if not present:
             await self._confirm_alone(begins)
@@ -839,11 +964,7 @@ class Swarm:
         key = f"{matchmaking_prefix(self.settings.run_id, state.index)}.0b"
         found = await self._matchmaking[key].find(search, fragment=state.index, tick=tick, claim=state.claim)
         if found is None:
-            await self._check_absent(set(present))
             raise RoundVoid(f"no group of enough of the {len(present) + 1} training peers came together")
-        absent = set(present) - {str(member.peer_id) for member in found[1]}
-        if absent:
-            self._spawn(self._check_absent(absent))
         return found
 
     async def _confirm_alone(self, begins: float) -> None:
@@ -853,7 +974,7 @@ class Swarm:
             await self._refresh()
         except TRANSPORT_ERRORS as error:
             raise RoundVoid("the records of other peers could not be read") from error
-        if self.view.training(self._unreachable):
+        if self.view.training():
             raise RoundVoid("another peer has just joined; averaging with it from the next round on")
         neighbours = list(self.node.protocol.routing_table.uid_to_peer_id.values())[:ALONE_NEIGHBOURS]
         if any(await asyncio.gather(*(self.node.protocol.call_ping(peer) for peer in neighbours))):
@@ -875,16 +996,15 @@ class Swarm:
         waiting = self._rounds.setdefault(plan.group_id, asyncio.get_running_loop().create_future())
         waiting.set_result(current)
         asyncio.get_running_loop().call_later(2 * wait + REGISTER_SECONDS, self._rounds.pop, plan.group_id, None)
-        state.unresolved_mates = frozenset(str(member.peer_id) for member in plan.members)
+        state.unresolved_mates |= {str(member.peer_id) for member in plan.members}
+        state.uncertain = True
         began = self.clock.now()
         try:
             result = await current.run()
-        except RoundVoid:
-            self._spawn(self._check_absent({str(peer) for peer in current.failed}))
-            raise
         finally:
+            # A round that failed for want of time is a measurement as well: the next one waits longer.
+            state.recent_seconds.append(self.clock.now() - began)
             report.update(bytes_sent=current.bytes_sent, bytes_received=current.bytes_received)
-        state.recent_seconds.append(self.clock.now() - began)
         return result.average, result.parts
 
     def _rebase(self, state: FragmentState, keep: bool) -> asyncio.Future[Rebased] | None:

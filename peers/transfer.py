@@ -1,7 +1,7 @@
 """Bases on the wire: serving one frozen snapshot per version, and fetching one, verified by its digest.
 
-A donor is believed in nothing but receipts: the bytes must hash to the digest that was asked for. What this does
-not stop: a donor that sends a false receipt can make a peer that missed a commit drop its own unaveraged work.
+A donor is believed in nothing: parameters, momentum, total samples and the history of receipts must hash to the digest
+that was asked for. What this does not stop: peers that agree on a false base.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
+import msgpack
 import numpy as np
 import torch
 
 from peers.lineage import Claim
 from peers.messages import (
+    MAX_HEADER_BYTES,
     BaseAnswer,
     BaseChunkHeader,
     BaseHeader,
     BaseRequestHeader,
     Receipt,
+    extend_history,
 )
 from peers.outer import base_digest
 from peers.reducer import FLOAT32
@@ -27,6 +30,8 @@ from peers.reducer import FLOAT32
 CHUNK_BYTES = 1 << 20
 STREAMS_AT_ONCE = 4
 SNAPSHOTS_KEPT = 4
+RECEIPT_BYTES = MAX_HEADER_BYTES // 2
+"""The newest receipts that fit are sent: of a big group, all that are kept would make a header nobody accepts."""
 
 
 class TransferFailed(Exception):
@@ -40,16 +45,22 @@ class FrozenBase:
     version: int
     digest: bytes
     total_element_samples: int
+    history: bytes
     payload: bytes
     receipts: tuple[Receipt, ...]
+    """Of consecutive versions, the last one this base's."""
+    history_before: bytes
+    """The history before the first of the receipts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedBase:
-    """A verified base: two float32 tensors of ``(size,)``, and the receipts of the versions we missed."""
+    """A verified base: two float32 tensors of ``(size,)``, and the receipts of the versions before it."""
 
     claim: Claim
     total_element_samples: int
+    history: bytes
+    history_before: bytes
     base: torch.Tensor
     momentum: torch.Tensor
     receipts: tuple[Receipt, ...]
@@ -65,26 +76,34 @@ class BaseServer:
     def __init__(self, freeze: Callable[[int], Awaitable[FrozenBase]]) -> None:
         self._freeze = freeze
         self._frozen: dict[int, FrozenBase] = {}
+        self._freezing = asyncio.Lock()
         self._streams = asyncio.Semaphore(STREAMS_AT_ONCE)
         self.bytes_sent = 0
+
+    def holds(self, request: BaseRequestHeader) -> bool:
+        """Whether the base that is asked for is frozen already."""
+        frozen = self._frozen.get(request.fragment)
+        return frozen is not None and frozen.digest == request.digest
 
     async def answer(self, request: BaseRequestHeader) -> AsyncIterator[BaseAnswer]:
         """Stream the base that was asked for; nothing at all if it is not the current one."""
         async with self._streams:
-            frozen = self._frozen.get(request.fragment)
-            if frozen is None or frozen.digest != request.digest:
-                frozen = await self._freeze(request.fragment)
-                if frozen.digest != request.digest:
-                    return
-                self._frozen.pop(request.fragment, None)
-                self._frozen[request.fragment] = frozen
-                while len(self._frozen) > SNAPSHOTS_KEPT:
-                    del self._frozen[next(iter(self._frozen))]
-            news = [receipt for receipt in frozen.receipts if receipt.version > request.known_version]
+            async with self._freezing:
+                if not self.holds(request):
+                    frozen = await self._freeze(request.fragment)
+                    if frozen.digest != request.digest:
+                        return
+                    self._frozen.pop(request.fragment, None)
+                    self._frozen[request.fragment] = frozen
+                    while len(self._frozen) > SNAPSHOTS_KEPT:
+                        del self._frozen[next(iter(self._frozen))]
+                frozen = self._frozen[request.fragment]
+            history, news = _newest_that_fit(frozen)
             yield BaseAnswer(
                 BaseHeader(
                     version=frozen.version,
                     total_element_samples=frozen.total_element_samples.to_bytes(16, "little"),
+                    history=history,
                     receipts=news,
                 )
             )
@@ -93,6 +112,24 @@ class BaseServer:
                 body = payload[offset : offset + CHUNK_BYTES]
                 self.bytes_sent += len(body)
                 yield BaseAnswer(BaseChunkHeader(offset=offset), body)
+
+
+def _newest_that_fit(frozen: FrozenBase) -> tuple[bytes, list[Receipt]]:
+    """The newest receipts, oldest first, and the history before them.
+
+    Older ones than a peer knows are sent as well: they show it where its own line left this one.
+    """
+    fitting = len(frozen.receipts)
+    room_bytes = RECEIPT_BYTES
+    for receipt in reversed(frozen.receipts):
+        room_bytes -= len(msgpack.packb(receipt.model_dump()))
+        if room_bytes < 0:
+            break
+        fitting -= 1
+    history = frozen.history_before
+    for receipt in frozen.receipts[:fitting]:
+        history = extend_history(history, receipt)
+    return history, list(frozen.receipts[fitting:])
 
 
 async def receive_base(
@@ -118,6 +155,9 @@ async def receive_base(
             header = answer.header
             if header.version != claim.version:
                 raise TransferFailed(f"sent version {header.version} instead of {claim.version}")
+            first = claim.version + 1 - len(header.receipts)
+            if [receipt.version for receipt in header.receipts] != list(range(first, claim.version + 1)):
+                raise TransferFailed("sent receipts of other versions")
         elif isinstance(answer.header, BaseChunkHeader) and header is not None:
             end = received + len(answer.body)
             if answer.header.offset != received or not answer.body or end > expected:
@@ -134,11 +174,17 @@ async def receive_base(
     values = torch.from_numpy(np.frombuffer(buffer, dtype=FLOAT32).astype(np.float32, copy=False))
     base, momentum = values[:size], values[size:]
     total = int.from_bytes(header.total_element_samples, "little")
+    if total // size != claim.total_samples:
+        raise TransferFailed(f"sent a base of {total // size} samples instead of {claim.total_samples}")
+    history = header.history
+    for receipt in header.receipts:
+        history = extend_history(history, receipt)
     digest = await asyncio.to_thread(
         base_digest,
         fragment=fragment,
         version=claim.version,
         total_element_samples=total,
+        history=history,
         base=base,
         momentum=momentum,
     )
@@ -147,6 +193,8 @@ async def receive_base(
     return FetchedBase(
         claim=claim,
         total_element_samples=total,
+        history=history,
+        history_before=header.history,
         base=base,
         momentum=momentum,
         receipts=tuple(header.receipts),

@@ -57,6 +57,7 @@ def test_the_default_example_is_the_small_byte_model() -> None:
         "intermediate_size": 192,
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
+        "initializer_range": 0.05,
     }
 
 

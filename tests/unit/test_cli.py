@@ -1,0 +1,254 @@
+"""The command line: what exists, and that every failure is one line with its own exit code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dht_config.errors import ExitCode
+from dht_config.invite import Invite
+from dht_config.manifest import example_manifest
+from p2p_trainer import target
+from p2p_trainer.cli import app
+from p2p_trainer.settings import ENVIRONMENT_PREFIX, PeerSettings
+
+ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"
+INVITE = Invite(run_id="tiny-0123456789abcdef", organiser_public_key=bytes(32), addresses=(ADDRESS,)).encode()
+
+COMMON = {"--dir", "--settings", "--host", "--port", "--announce", "--peer", "--checkpoint-seconds", "--invite-file"}
+SHOWN = {"--json", "--plain", "--verbose", "-v"}
+COMMANDS = {
+    "join": COMMON
+    | SHOWN
+    | {
+        "target",
+        "--device",
+        "--threads",
+        "--wait-seconds",
+        "--eval-seconds",
+        "--eval-samples",
+        "--emulate",
+        "--allow-files",
+    },
+    "bootstrap": COMMON | SHOWN | {"target"},
+    "status": {"invite", "--peer", "--wait-seconds", "--json", "--verbose", "-v"},
+    "rehearse": {"--peers", "--seconds", "--run", "--json", "--dir", "--keep", "--verbose", "-v"},
+}
+"""A promise to people's scripts: adding is free, removing or renaming is not."""
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No settings of the person who runs the tests, and hivemind's log level afterwards as before."""
+    for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    level = logging.getLogger("hivemind").level
+    yield
+    logging.getLogger("hivemind").setLevel(level)
+
+
+def fails(arguments: list[str], code: ExitCode, *says: str) -> str:
+    """Run a command that must fail with ``code`` and one line on standard error; returns that line."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == int(code), (result.stdout, result.stderr)
+    assert result.stderr.startswith("p2p-trainer: ")
+    assert result.stderr.count("\n") == 1 and result.stderr.endswith("\n")
+    assert "Traceback" not in result.output
+    for text in says:
+        assert text in result.stderr
+    return result.stderr
+
+
+def group() -> click.Group:
+    return typer.main.get_command(app)
+
+
+def test_there_are_exactly_these_commands_and_options() -> None:
+    commands = group().commands
+    found = {
+        name: {
+            option
+            for parameter in command.params
+            for option in (parameter.opts if parameter.param_type_name == "option" else [str(parameter.name)])
+        }
+        - {"--help"}
+        for name, command in commands.items()
+    }
+    assert found == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+    assert result.exit_code == 0
+    for option in COMMANDS[command] - {"target", "invite"}:
+        assert option in result.stdout
+    for parameter in group().commands[command].params:
+        assert getattr(parameter, "help", None), f"{parameter.name} has no help"
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    result = CliRunner().invoke(app, [])
+    assert all(command in result.output for command in COMMANDS)
+
+
+def test_every_setting_has_a_flag_of_its_name() -> None:
+    flags = {option.removeprefix("--").replace("-", "_") for option in COMMANDS["join"]}
+    assert set(PeerSettings.model_fields) <= flags
+
+
+def test_exit_codes_are_a_promise() -> None:
+    assert {code.name: int(code) for code in ExitCode} == {
+        "OK": 0,
+        "UNEXPECTED": 1,
+        "USAGE": 2,
+        "MANIFEST": 10,
+        "INVITE": 11,
+        "ADDRESS": 12,
+        "UNREACHABLE": 13,
+        "WRONG_PEER_ID": 14,
+        "FINGERPRINT": 15,
+        "DIRECTORY": 16,
+        "PORT_IN_USE": 17,
+        "IDENTITY": 18,
+        "DATA": 19,
+        "CHECKPOINT": 20,
+        "DEVICE": 21,
+        "SWARM_PROCESS_DIED": 22,
+        "REHEARSAL_FAILED": 23,
+        "LIMITS": 24,
+        "INTERRUPTED": 130,
+    }
+
+
+@pytest.mark.parametrize("command", ["join", "status", "bootstrap"])
+@pytest.mark.parametrize("invite", ["hello", INVITE[:-9], INVITE[:-1] + ("a" if INVITE[-1] != "a" else "b"), ""])
+def test_a_wrong_invite(command: str, invite: str) -> None:
+    fails([command, invite], ExitCode.INVITE)
+
+
+def test_a_bootstrap_peer_needs_a_manifest() -> None:
+    fails(["bootstrap", INVITE], ExitCode.INVITE, "started from a run manifest")
+
+
+@pytest.mark.parametrize("command", ["join", "bootstrap"])
+def test_a_wrong_path(command: str) -> None:
+    fails([command, "missing.toml"], ExitCode.MANIFEST, "missing.toml")
+    fails([command, "runs/missing"], ExitCode.INVITE, "There is no file runs/missing")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("batch_size = 16", "batch_sise = 16", "batch_sise"),
+        ("batch_size = 16", "batch_size = 0", "batch_size"),
+        ("lr = 0.05", 'lr = "fast"', "lr"),
+        ("[averaging]", "[averageing]", "averageing"),
+        ("fragments = 2", "fragments = ", "not valid TOML"),
+        ("hidden_sizes", "hiden_sizes", "hiden_sizes"),
+        ('name = "digits"         ', 'name = "chess" #', "chess"),
+    ],
+)
+@pytest.mark.parametrize("command", ["join", "bootstrap"])
+def test_a_wrong_manifest_field_is_named(command: str, before: str, after: str, says: str, tmp_path: Path) -> None:
+    text = example_manifest("digits")
+    assert before in text
+    (tmp_path / "run.toml").write_text(text.replace(before, after, 1 if "chess" not in after else -1))
+    fails([command, "run.toml"], ExitCode.MANIFEST, says)
+
+
+@pytest.mark.parametrize("command", ["join", "bootstrap"])
+def test_a_directory_that_cannot_be_written_to(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    fails([command, "digits", "--dir", "file/peer"], ExitCode.DIRECTORY, "file/peer", "--dir")
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        fails(
+            ["bootstrap", "digits", "--dir", "peer", "--host", "127.0.0.1", "--port", str(port)],
+            ExitCode.PORT_IN_USE,
+            f"Port {port} is in use",
+            "--port",
+        )
+    left = Path((tmp_path / "peer" / "sockets.path").read_text())
+    assert not left.exists(), "the socket directory is removed although nothing was started"
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        (["--host", "localhost"], ExitCode.ADDRESS, "localhost"),
+        (["--announce", "peer.example.org:1"], ExitCode.ADDRESS, "peer.example.org"),
+        (["--peer", "203.0.113.7"], ExitCode.ADDRESS, "203.0.113.7"),
+        (["--port", "70000"], ExitCode.USAGE, "port = 70000"),
+        (["--emulate", "-1"], ExitCode.USAGE, "--emulate"),
+        (["--settings", "missing.toml"], ExitCode.USAGE, "missing.toml"),
+    ],
+)
+def test_a_flag_that_cannot_be_used(flags: list[str], code: ExitCode, says: str) -> None:
+    fails(["join", "digits", "--dir", "peer", *flags], code, says)
+    note = Path("peer/sockets.path")
+    assert not note.exists() or not Path(note.read_text()).exists(), "a socket directory is left behind"
+
+
+def test_status_of_an_invite_with_nobody_behind_it_names_the_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{ADDRESS.rpartition('/')[2]}"
+    nobody = Invite(run_id="tiny-0123456789abcdef", organiser_public_key=bytes(32), addresses=(address,)).encode()
+    fails(["status", nobody, "--wait-seconds", "0"], ExitCode.UNREACHABLE, address, "nobody listens there")
+
+
+def test_programs_get_json_on_standard_output_as_well() -> None:
+    result = CliRunner().invoke(app, ["join", "missing.toml", "--json"])
+    assert result.exit_code == ExitCode.MANIFEST
+    report = json.loads(result.stdout)
+    assert report["exit_code"] == ExitCode.MANIFEST
+    assert "missing.toml" in report["error"] and report["remedy"]
+    assert result.stderr.count("\n") == 1
+
+
+def test_what_nobody_expected_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(text: str) -> None:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr(target, "read_target", broken)
+    fails(["join", "digits"], ExitCode.UNEXPECTED, "RuntimeError: two lines", "--verbose")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(KeyboardInterrupt(), ExitCode.INTERRUPTED), (MemoryError(), ExitCode.LIMITS)],
+    ids=["interrupted", "memory"],
+)
+def test_an_interruption_and_a_lack_of_memory_have_codes_of_their_own(
+    error: BaseException, code: ExitCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(text: str) -> None:
+        raise error
+
+    monkeypatch.setattr(target, "read_target", stopped)
+    result = CliRunner().invoke(app, ["join", "digits"])
+    assert result.exit_code == code
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("arguments", [["join"], ["dance"], ["join", "digits", "--port", "x"], ["status"]])
+def test_wrong_usage_is_exit_code_two(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == ExitCode.USAGE
+    assert "Traceback" not in result.output

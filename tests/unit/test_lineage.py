@@ -1,0 +1,177 @@
+"""Which base is the swarm's: newcomers, stragglers, rival histories and quorums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.lineage import Claim, choose_base, has_quorum
+
+PLENTY = 2**40
+
+
+def claim(version: int, total_samples: int, name: str = "a") -> Claim:
+    return Claim(version=version, digest=name.encode().ljust(32, b"\0"), total_samples=total_samples)
+
+
+claims = st.builds(claim, st.integers(0, 6), st.integers(0, 200), st.sampled_from("abc"))
+peer_names = st.text("abcdefgh", min_size=1, max_size=3)
+
+
+def test_a_newcomer_takes_what_most_peers_announce() -> None:
+    popular, richer = claim(5, 100), claim(6, 900)
+    announced = {"p": popular, "q": popular, "r": richer}
+    assert choose_base(None, announced, possible_versions=PLENTY) == popular
+
+
+def test_a_newcomer_takes_the_richer_one_of_two_that_are_equally_popular() -> None:
+    assert choose_base(None, {"p": claim(5, 100), "q": claim(5, 101, "b")}, possible_versions=PLENTY) == claim(
+        5, 101, "b"
+    )
+
+
+def test_a_newcomer_finds_nothing_where_nobody_announces_anything_possible() -> None:
+    assert choose_base(None, {}, possible_versions=PLENTY) is None
+    assert choose_base(None, {"liar": claim(9, 10**15)}, possible_versions=8) is None
+
+
+@given(others=st.dictionaries(peer_names, claims, min_size=1, max_size=8))
+def test_a_newcomers_choice_has_as_many_announcers_as_any(others: dict[str, Claim]) -> None:
+    chosen = choose_base(None, others, possible_versions=PLENTY)
+    announced = list(others.values())
+    assert chosen is not None
+    assert announced.count(chosen) == max(announced.count(other) for other in announced)
+
+
+@given(
+    own=st.none() | claims,
+    others=st.dictionaries(peer_names, claims, max_size=6),
+    liar=peer_names,
+    excess=st.integers(1, 2**30),
+    groupmate=st.booleans(),
+)
+def test_an_impossible_version_never_wins(
+    own: Claim | None, others: dict[str, Claim], liar: str, excess: int, groupmate: bool
+) -> None:
+    lie = claim(6 + excess, 2**60, "x")
+    mates = {liar} if groupmate else set()
+    chosen = choose_base(own, {**others, liar: lie}, possible_versions=6, groupmates=mates)
+    assert chosen != lie
+    honest = {peer: other for peer, other in others.items() if peer != liar}
+    assert chosen == choose_base(own, honest, possible_versions=6, groupmates=mates)
+
+
+@given(own=claims, others=st.dictionaries(peer_names, claims, max_size=8), mates=st.sets(peer_names))
+def test_a_peer_moves_only_to_a_richer_history(own: Claim, others: dict[str, Claim], mates: set[str]) -> None:
+    chosen = choose_base(own, others, possible_versions=PLENTY, groupmates=mates)
+    assert chosen is None or chosen.rank > own.rank
+
+
+def test_one_announcer_does_not_move_a_peer_whose_base_others_hold() -> None:
+    own = claim(5, 100)
+    assert choose_base(own, {"p": own, "liar": claim(6, 10**12)}, possible_versions=PLENTY) is None
+
+
+def test_two_announcers_move_a_peer() -> None:
+    own, new = claim(5, 100), claim(6, 150)
+    assert choose_base(own, {"p": own, "q": new, "r": new}, possible_versions=PLENTY) == new
+
+
+def test_one_announcer_moves_a_peer_that_is_alone_with_its_base() -> None:
+    assert choose_base(claim(5, 100), {"p": claim(6, 150)}, possible_versions=PLENTY) == claim(6, 150)
+
+
+def test_a_groupmate_whose_round_we_missed_moves_us_by_one_version_only() -> None:
+    own, next_one, far = claim(5, 100), claim(6, 150), claim(7, 200)
+    announced = {"p": own, "mate": next_one}
+    assert choose_base(own, announced, possible_versions=PLENTY, groupmates={"mate"}) == next_one
+    assert choose_base(own, announced, possible_versions=PLENTY, groupmates={"other"}) is None
+    assert choose_base(own, {"p": own, "mate": far}, possible_versions=PLENTY, groupmates={"mate"}) is None
+
+
+def converged(holdings: Mapping[str, Claim]) -> dict[str, Claim]:
+    """Let every peer look at what the others announce, one after the other, until nobody moves any more."""
+    held = dict(holdings)
+    for _ in range(10 * len(held)):
+        moved = False
+        for peer, own in sorted(held.items()):
+            others = {other: held[other] for other in held if other != peer}
+            better = choose_base(own, others, possible_versions=PLENTY)
+            if better is not None:
+                held[peer], moved = better, True
+        if not moved:
+            return held
+    raise AssertionError("they move for ever")
+
+
+@given(
+    left=st.sets(st.integers(0, 19), min_size=1, max_size=5),
+    right=st.sets(st.integers(0, 19), min_size=1, max_size=5),
+    versions=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    samples=st.tuples(st.integers(0, 100), st.integers(0, 100)),
+)
+def test_two_histories_become_one_on_both_sides(
+    left: set[int], right: set[int], versions: tuple[int, int], samples: tuple[int, int]
+) -> None:
+    """At once if the richer side is as big as the other; else as soon as the one with the quorum is the richer one."""
+    histories = claim(versions[0], samples[0], "l"), claim(versions[1], samples[1], "r")
+    held = {f"p{peer:02}": histories[0] for peer in left} | {f"p{peer:02}": histories[1] for peer in right - left}
+    winner = max(set(held.values()), key=lambda history: history.rank)
+    supporters = list(held.values()).count(winner)
+    for rounds in range(30):
+        held = converged(held)
+        if len(set(held.values())) == 1:
+            assert rounds > 0 or set(held.values()) == {winner}
+            assert rounds == 0 or 2 * supporters < len(held), "the richer and bigger side waited"
+            return
+        for history in set(held.values()):
+            members = {peer for peer, own in held.items() if own == history}
+            if has_quorum(members, held):
+                moved_on = claim(history.version + 1, history.total_samples + 10, history.digest[:1].decode())
+                held |= dict.fromkeys(members, moved_on)
+    raise AssertionError("two histories for ever")
+
+
+def test_two_lone_peers_agree_on_one_history() -> None:
+    assert set(converged({"p": claim(4, 80, "l"), "q": claim(5, 70, "r")}).values()) == {claim(4, 80, "l")}
+
+
+def test_a_peer_is_not_moved_while_those_who_made_its_base_have_not_announced_it_yet() -> None:
+    own, rival = claim(6, 150), claim(6, 160, "r")
+    announced = {"p": claim(5, 100), "q": rival}
+    assert choose_base(own, announced, possible_versions=PLENTY) == rival
+    assert choose_base(own, announced, possible_versions=PLENTY, backers=2) is None
+    assert choose_base(own, {**announced, "r": rival}, possible_versions=PLENTY, backers=2) == rival
+
+
+@given(present=st.sets(peer_names, min_size=1, max_size=8), data=st.data())
+def test_two_disjoint_groups_of_one_membership_never_both_have_a_quorum(present: set[str], data: st.DataObject) -> None:
+    ordered = sorted(present)
+    sides = data.draw(st.lists(st.sampled_from("lrn"), min_size=len(ordered), max_size=len(ordered)))
+    left = {peer for peer, side in zip(ordered, sides, strict=True) if side == "l"}
+    right = {peer for peer, side in zip(ordered, sides, strict=True) if side == "r"}
+    assert not (has_quorum(left, present) and has_quorum(right, present))
+
+
+@given(present=st.sets(peer_names, min_size=2, max_size=8))
+def test_everyone_together_is_a_quorum(present: set[str]) -> None:
+    assert has_quorum(present, present)
+
+
+@pytest.mark.parametrize(
+    ("members", "present", "expected"),
+    [
+        ("a", "a", False),  # nobody makes a version in a group of one
+        ("ab", "abcd", True),  # exactly half, with the smallest id
+        ("cd", "abcd", False),
+        ("bcd", "abcd", True),
+        ("ab", "abcde", False),
+        ("bcd", "abcde", True),
+        ("ab", "", True),  # a member that is not known yet counts as present
+    ],
+)
+def test_quorums(members: str, present: str, expected: bool) -> None:
+    assert has_quorum(set(members), set(present)) is expected

@@ -1,0 +1,497 @@
+"""Whole rounds without a daemon: several peers' Round objects, wired by queues that carry serialised messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hivemind.p2p import PeerID
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peers.ledger import Ledger, PendingSpan
+from peers.messages import Average, AveragedPart, AverageHeader, Part, PartHeader
+from peers.round import (
+    GroupMember,
+    Round,
+    RoundPlan,
+    RoundResult,
+    RoundVoid,
+    deadline_seconds,
+    element_samples,
+    receipt_for,
+    split_fragment,
+)
+
+GROUP_ID = b"a group of this test"
+PATIENT_SECONDS = 20.0
+HASTY_SECONDS = 1.0
+Tamper = Callable[[int, int, "Part | Average"], "Part | Average | None"]
+
+
+def peer(index: int) -> PeerID:
+    return PeerID(b"\x12\x20" + bytes([index]) * 32)
+
+
+def whole(size: int, samples: int, steps: int = 1) -> tuple[PendingSpan, ...]:
+    return (PendingSpan(start=0, stop=size, samples=samples, steps=steps if samples else 0),)
+
+
+def plan_for(spans: Sequence[tuple[PendingSpan, ...]], size: int, part_elements: int = 4) -> RoundPlan:
+    return RoundPlan(
+        group_id=GROUP_ID,
+        tick=17,
+        fragment=0,
+        size=size,
+        members=tuple(
+            GroupMember(
+                peer_id=peer(index),
+                spans=own,
+                samples=100 + max(span.samples for span in own),
+                steps=10 + max(span.steps for span in own),
+            )
+            for index, own in enumerate(spans)
+        ),
+        ranges=split_fragment(size, len(spans), part_elements),
+    )
+
+
+@dataclass
+class Network:
+    """Carries messages between the rounds of one group; what goes wrong is said here.
+
+    :param dead_reducers: members that answer nobody
+    :param mute_to: (sender, reducer) pairs in which the sender's parts never arrive, from a part number on
+    :param tamper: may change or drop a message: (sender, receiver, message)
+    """
+
+    plan: RoundPlan
+    dead_reducers: set[int] = field(default_factory=set)
+    silent_reducers: set[int] = field(default_factory=set)
+    mute_to: dict[tuple[int, int], int] = field(default_factory=dict)
+    tamper: Tamper = lambda sender, receiver, message: message
+    wait_seconds: float = PATIENT_SECONDS
+    rounds: dict[int, Round] = field(default_factory=dict)
+    pumps: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def caller(self, sender: int) -> Callable[[PeerID, AsyncIterator[Part]], object]:
+        async def call(reducer_id: PeerID, parts: AsyncIterator[Part]) -> AsyncIterator[Average]:
+            reducer = self.plan.index(reducer_id)
+            assert reducer is not None
+            if reducer in self.dead_reducers:
+                raise ConnectionError("nobody answers")
+            return self._exchange(sender, reducer, parts)
+
+        return call
+
+    async def _exchange(self, sender: int, reducer: int, parts: AsyncIterator[Part]) -> AsyncIterator[Average]:
+        wire: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=2)
+
+        async def pump() -> None:
+            number = 0
+            async for part in parts:
+                if number >= self.mute_to.get((sender, reducer), 2**30):
+                    await asyncio.Event().wait()  # frozen: neither a part nor an end
+                number += 1
+                changed = self.tamper(sender, reducer, part)
+                if changed is not None:
+                    await wire.put(changed.SerializeToString())
+            await wire.put(None)
+
+        async def arriving() -> AsyncIterator[Part]:
+            while (raw := await wire.get()) is not None:
+                message = Part()
+                message.ParseFromString(raw)
+                yield message
+
+        pumping = asyncio.create_task(pump())
+        self.pumps.add(pumping)
+        if reducer in self.silent_reducers:
+            await asyncio.Event().wait()
+        try:
+            async with contextlib.aclosing(self.rounds[reducer].answer(arriving(), peer(sender))) as answers:
+                async for answer in answers:
+                    changed = self.tamper(reducer, sender, answer)
+                    if changed is not None:
+                        message = Average()
+                        message.ParseFromString(changed.SerializeToString())
+                        yield message
+        finally:
+            pumping.cancel()
+
+
+def hold(network: Network, contributions: Sequence[torch.Tensor]) -> list[RoundResult | RoundVoid]:
+    """One round of everyone; for each member its result or why it has none."""
+
+    async def scene() -> list[RoundResult | RoundVoid]:
+        for index, contribution in enumerate(contributions):
+            network.rounds[index] = Round(
+                network.plan, peer(index), contribution, network.caller(index), network.wait_seconds
+            )
+        outcomes = await asyncio.gather(*(round_.run() for round_ in network.rounds.values()), return_exceptions=True)
+        for pump in network.pumps:
+            pump.cancel()
+        await asyncio.gather(*network.pumps, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, RoundVoid):
+                raise outcome
+        return outcomes  # type: ignore[return-value]
+
+    return asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def committed(outcomes: Sequence[RoundResult | RoundVoid]) -> list[RoundResult]:
+    results = [outcome for outcome in outcomes if isinstance(outcome, RoundResult)]
+    assert len(results) == len(outcomes), outcomes
+    return results
+
+
+def random_contributions(members: int, size: int, seed: int = 0) -> list[torch.Tensor]:
+    values = np.random.default_rng(seed).uniform(-1, 1, (members, size)).astype(np.float32)
+    return [torch.from_numpy(row) for row in values]
+
+
+def expected_average(plan: RoundPlan, contributions: Sequence[torch.Tensor]) -> np.ndarray:
+    weights = np.zeros((len(plan.members), plan.size))
+    for row, member in zip(weights, plan.members, strict=True):
+        for span in member.spans:
+            row[span.start : span.stop] = span.samples
+    total = weights.sum(axis=0)
+    values = np.stack([contribution.numpy().astype(np.float64) for contribution in contributions])
+    average: np.ndarray = (weights * values).sum(axis=0) / np.where(total == 0, 1, total)
+    return average
+
+
+@settings(max_examples=25)
+@given(
+    members=st.integers(2, 5),
+    size=st.integers(1, 60),
+    part_elements=st.integers(1, 20),
+    samples=st.lists(st.integers(0, 1000), min_size=5, max_size=5),
+    seed=st.integers(0, 2**32),
+)
+def test_all_members_commit_bit_identical_averages_equal_to_one_weighted_mean(
+    members: int, size: int, part_elements: int, samples: list[int], seed: int
+) -> None:
+    plan = plan_for([whole(size, samples[index]) for index in range(members)], size, part_elements)
+    contributions = random_contributions(members, size, seed)
+    before = [contribution.clone() for contribution in contributions]
+    results = committed(hold(Network(plan), contributions))
+    assert len({result.average.numpy().tobytes() for result in results}) == 1
+    assert len({result.parts for result in map(_hashable, results)}) == 1
+    np.testing.assert_allclose(results[0].average.numpy(), expected_average(plan, contributions), atol=1e-6)
+    assert all(torch.equal(now, then) for now, then in zip(contributions, before, strict=True))
+    assert element_samples(plan, results[0].parts) == size * sum(samples[:members])
+
+
+@dataclass
+class _Parts:
+    parts: tuple[tuple[int, int, tuple[int, ...]], ...]
+
+
+def _hashable(result: RoundResult) -> _Parts:
+    return _Parts(tuple((part.start, part.stop, tuple(part.included)) for part in result.parts))
+
+
+def test_the_parts_of_a_result_cover_the_fragment_in_order() -> None:
+    plan = plan_for([whole(30, 5)] * 3, 30, part_elements=4)
+    (result, *_) = committed(hold(Network(plan), random_contributions(3, 30)))
+    position = 0
+    for part in result.parts:
+        assert part.start == position and part.included == [0, 1, 2]
+        position = part.stop
+    assert position == 30
+
+
+def test_a_member_knows_how_much_it_sent_and_received() -> None:
+    plan = plan_for([whole(8, 5)] * 2, 8, part_elements=2)
+    (result, _) = committed(hold(Network(plan), random_contributions(2, 8)))
+    # Half of the fragment to the other reducer, and the averages of our own half to the other sender.
+    assert result.bytes_sent == 32
+    assert result.bytes_received == 32
+
+
+def test_weights_may_differ_within_a_contribution() -> None:
+    spans = [
+        (PendingSpan(start=0, stop=10, samples=80, steps=10), PendingSpan(start=10, stop=24, samples=40, steps=5)),
+        whole(24, 20),
+        whole(24, 0),
+    ]
+    plan = plan_for(spans, 24, part_elements=3)
+    contributions = random_contributions(3, 24)
+    results = committed(hold(Network(plan), contributions))
+    np.testing.assert_allclose(results[2].average.numpy(), expected_average(plan, contributions), atol=1e-6)
+    assert element_samples(plan, results[0].parts) == 10 * 80 + 14 * 40 + 24 * 20
+
+
+@pytest.mark.parametrize("how", ["dead", "silent"])
+def test_a_dead_reducer_voids_the_round_for_all(how: str) -> None:
+    plan = plan_for([whole(12, 5)] * 3, 12)
+    network = Network(plan, wait_seconds=HASTY_SECONDS)
+    (network.dead_reducers if how == "dead" else network.silent_reducers).add(1)
+    outcomes = hold(network, random_contributions(3, 12))
+    for index in (0, 2):
+        assert isinstance(outcomes[index], RoundVoid)
+        assert str(peer(1))[-6:] in str(outcomes[index])
+        assert set(network.rounds[index].failed) == {peer(1)}
+
+
+def test_a_sender_that_freezes_is_left_out_and_the_others_commit_without_it() -> None:
+    plan = plan_for([whole(12, 5), whole(12, 50), whole(12, 15)], 12)
+    network = Network(plan, wait_seconds=HASTY_SECONDS, mute_to={(1, 0): 0, (1, 2): 0})
+    contributions = random_contributions(3, 12)
+    outcomes = hold(network, contributions)
+    results = committed(outcomes)
+    assert len({result.average.numpy().tobytes() for result in results}) == 1
+    expected = (5 * contributions[0] + 15 * contributions[2]) / 20
+    for part in results[0].parts:
+        where = slice(part.start, part.stop)
+        if part.start in range(4, 8):  # its own share, which it reduced itself
+            assert part.included == [0, 1, 2]
+        else:
+            assert part.included == [0, 2]
+            torch.testing.assert_close(results[0].average[where], expected[where])
+    assert element_samples(plan, results[0].parts) == 12 * 20 + 4 * 50
+
+
+def test_a_contribution_that_is_partly_in_is_accounted_for_part_by_part() -> None:
+    plan = plan_for([whole(12, 8), whole(12, 8)], 12, part_elements=2)
+    network = Network(plan, wait_seconds=HASTY_SECONDS, mute_to={(0, 1): 1})
+    # Parts of reducer 1 that only itself delivered have fewer than two contributions: the round is void for both.
+    assert all(isinstance(outcome, RoundVoid) for outcome in hold(network, random_contributions(2, 12)))
+
+    plan = plan_for([whole(12, 8), whole(12, 8), whole(12, 8)], 12, part_elements=2)
+    network = Network(plan, wait_seconds=HASTY_SECONDS, mute_to={(0, 1): 1})
+    results = committed(hold(network, random_contributions(3, 12)))
+    receipt = receipt_for(plan, results[0].parts, version=4)
+    assert (receipt.version, receipt.tick) == (4, 17)
+    entry, held = receipt.ranges_of(peer(0).to_bytes())
+    assert entry is not None and entry.samples == 108
+    ledger = Ledger.open(12, samples=100).credit(held, entry.samples, entry.steps)
+    assert ledger.credited_element_samples() == (12 - 2) * 8  # all but the second part of reducer 1
+    assert [piece.samples for piece in ledger.pending(108, 11)] == [0, 8, 0]
+    everyone = sum(
+        Ledger.open(12, samples=100).credit(ranges, 108, 11).credited_element_samples()
+        for ranges in (receipt.ranges_of(peer(index).to_bytes())[1] for index in range(3))
+    )
+    assert everyone == element_samples(plan, results[0].parts)
+
+
+def test_a_receipt_of_many_parts_that_hold_the_same_peers_is_one_stretch() -> None:
+    plan = plan_for([whole(20_000, 8)] * 2, 20_000, part_elements=2)
+    parts = [AveragedPart(start=start, stop=start + 2, included=[0, 1]) for start in range(0, 20_000, 2)]
+    parts[3] = AveragedPart(start=6, stop=8, included=[1])
+    receipt = receipt_for(plan, parts, version=4)
+    assert receipt.ranges_of(peer(0).to_bytes())[1] == [(0, 6), (8, 20_000)]
+    assert sum(stop - start for start, stop in receipt.ranges_of(peer(1).to_bytes())[1]) == 20_000
+
+
+Twist = Callable[[Part], Part]
+
+
+def renumbered(part: Part) -> Part:
+    return Part(PartHeader(group_id=part.header.group_id, part=part.header.part + 1), part.body)
+
+
+def of_another_group(part: Part) -> Part:
+    return Part(PartHeader(group_id=b"another group", part=part.header.part), part.body)
+
+
+def with_body(values: Sequence[float] | None) -> Twist:
+    def twist(part: Part) -> Part:
+        body = part.body[:-4] if values is None else np.asarray(values, dtype="<f4").tobytes()
+        return Part(part.header, body)
+
+    return twist
+
+
+@pytest.mark.parametrize(
+    "twist",
+    [
+        renumbered,
+        of_another_group,
+        with_body([float("nan")] * 4),
+        with_body([1e30] * 4),
+        with_body([1.0]),
+        with_body(None),
+    ],
+    ids=["out of order", "of another group", "nan", "1e30", "broadcastable", "cut off"],
+)
+def test_a_sender_of_nonsense_is_left_out_at_once(twist: Twist) -> None:
+    def tamper(sender: int, receiver: int, message: Part | Average) -> Part | Average | None:
+        return twist(message) if isinstance(message, Part) and sender == 1 else message
+
+    plan = plan_for([whole(12, 5)] * 3, 12)
+    network = Network(plan, tamper=tamper)
+    contributions = random_contributions(3, 12)
+    results = committed(hold(network, contributions))
+    assert 1 in network.rounds[0].reducer.rejected and 1 in network.rounds[2].reducer.rejected
+    assert results[0].parts[0].included == [0, 2]
+    torch.testing.assert_close(results[1].average[:4], (contributions[0] + contributions[2])[:4] / 2)
+
+
+def test_a_sender_that_ends_early_is_left_out_at_once() -> None:
+    def tamper(sender: int, receiver: int, message: Part | Average) -> Part | Average | None:
+        late = isinstance(message, Part) and sender == 1 and message.header is not None and message.header.part == 1
+        return None if late else message
+
+    plan = plan_for([whole(12, 5)] * 3, 12, part_elements=2)
+    results = committed(hold(Network(plan, tamper=tamper), random_contributions(3, 12)))
+    assert [part.included for part in results[0].parts[:2]] == [[0, 1, 2], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda answer: Average(
+            AverageHeader(part=answer.header.part + 1, included=answer.header.included), answer.body
+        ),
+        lambda answer: Average(AverageHeader(part=0, included=b"\x00"), answer.body),
+        lambda answer: Average(AverageHeader(part=0, included=b"\xff"), answer.body),
+        lambda answer: Average(AverageHeader(part=0, included=b"\x03\x00"), answer.body),
+        lambda answer: Average(answer.header, answer.body[:-4]),
+        lambda answer: Average(answer.header, np.full(4, np.nan, dtype="<f4").tobytes()),
+        lambda answer: None,
+    ],
+    ids=["out of order", "of nobody", "of strangers", "long mask", "cut off", "nan", "missing"],
+)
+def test_a_reducer_that_answers_wrongly_voids_the_round_for_whom_it_answers(
+    forge: Callable[[Average], Average | None],
+) -> None:
+    def tamper(sender: int, receiver: int, message: Part | Average) -> Part | Average | None:
+        return forge(message) if isinstance(message, Average) and sender == 2 and receiver == 0 else message
+
+    plan = plan_for([whole(12, 5)] * 3, 12)
+    outcomes = hold(Network(plan, tamper=tamper), random_contributions(3, 12))
+    assert isinstance(outcomes[0], RoundVoid) and "answered wrongly" in str(outcomes[0])
+    assert isinstance(outcomes[1], RoundResult) and isinstance(outcomes[2], RoundResult)
+    assert torch.equal(outcomes[1].average, outcomes[2].average)
+
+
+def test_a_second_stream_of_one_sender_is_not_read() -> None:
+    plan = plan_for([whole(4, 5)] * 2, 4)
+
+    async def scene() -> tuple[int, int]:
+        contributions = random_contributions(2, 4)
+        reducer = Round(plan, peer(0), contributions[0], Network(plan).caller(0), PATIENT_SECONDS)
+        read = 0
+
+        async def parts() -> AsyncIterator[Part]:
+            nonlocal read
+            read += 1
+            yield Part(PartHeader(group_id=GROUP_ID, part=0), contributions[1][:2].numpy().tobytes())
+            await asyncio.Event().wait()
+
+        first = reducer.answer(parts(), peer(1))
+        pending = asyncio.create_task(first.__anext__())
+        while read == 0:
+            await asyncio.sleep(0)
+        answered = [answer async for answer in reducer.answer(parts(), peer(1))]
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
+        return len(answered), read
+
+    assert asyncio.run(asyncio.wait_for(scene(), 30)) == (0, 1)
+
+
+@pytest.mark.parametrize("who", [0, 9], ids=["ourselves", "a stranger"])
+def test_nobody_outside_the_group_is_answered(who: int) -> None:
+    plan = plan_for([whole(4, 5)] * 2, 4)
+
+    async def scene() -> list[Average]:
+        async def parts() -> AsyncIterator[Part]:
+            yield Part(PartHeader(group_id=GROUP_ID, part=0), bytes(8))
+
+        reducer = Round(plan, peer(0), torch.zeros(4), Network(plan).caller(0), PATIENT_SECONDS)
+        return [answer async for answer in reducer.answer(parts(), peer(who))]
+
+    assert asyncio.run(asyncio.wait_for(scene(), 30)) == []
+
+
+def test_a_group_without_us_is_no_round_of_ours() -> None:
+    plan = plan_for([whole(4, 5)] * 2, 4)
+    with pytest.raises(RoundVoid, match="does not contain this peer"):
+        Round(plan, peer(7), torch.zeros(4), Network(plan).caller(0), 1.0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("element", [0, 5, 11])
+def test_a_peer_whose_model_diverged_leaves_itself_out_and_breaks_nobodys_base(value: float, element: int) -> None:
+    """Or it alone would commit a broken base, which its groupmates then fetch as the round they missed."""
+    plan = plan_for([whole(12, 5)] * 3, 12, part_elements=2)
+    contributions = random_contributions(3, 12)
+    contributions[0][element] = value
+    results = committed(hold(Network(plan), contributions))
+    assert len({result.average.numpy().tobytes() for result in results}) == 1
+    assert bool(torch.isfinite(results[0].average).all())
+    (part,) = [part for part in results[0].parts if element in range(part.start, part.stop)]
+    assert part.included == [1, 2]
+
+
+@given(size=st.integers(1, 500), reducers=st.integers(1, 40), part_elements=st.integers(1, 80))
+def test_a_split_gives_every_element_to_exactly_one_part(size: int, reducers: int, part_elements: int) -> None:
+    ranges = split_fragment(size, reducers, part_elements)
+    assert len(ranges) == reducers
+    flat = [part for shares in ranges for part in shares]
+    assert [element for start, stop in flat for element in range(start, stop)] == list(range(size))
+    assert all(0 < stop - start <= part_elements for start, stop in flat)
+    shares = [sum(stop - start for start, stop in own) for own in ranges]
+    assert max(shares) - min(shares) <= 1
+
+
+@given(
+    recent=st.lists(st.floats(0, 1e4), max_size=16),
+    cycle=st.floats(0.1, 1e5),
+)
+def test_a_deadline_is_never_under_half_a_second_nor_over_a_cycle(recent: list[float], cycle: float) -> None:
+    deadline = deadline_seconds(recent, cycle)
+    assert 0.5 <= deadline <= max(0.5, cycle)
+    if recent and all(seconds == recent[0] for seconds in recent):
+        assert deadline >= min(max(0.5, cycle), 2 * recent[0])
+
+
+def test_deadlines_follow_what_was_measured() -> None:
+    assert deadline_seconds([], 10.0) == 5.0
+    assert deadline_seconds([1.0, 1.0, 1.0], 10.0) == 2.5
+    assert deadline_seconds([1.0, 1.0, 1.0, 9.0], 10.0) == 2.5, "one slow round is an outlier"
+    assert deadline_seconds([3.0, 4.0, 5.0], 100.0) == 14.5
+    assert deadline_seconds([60.0], 10.0) == 10.0
+
+
+@given(
+    size=st.integers(1, 30),
+    data=st.data(),
+)
+def test_element_samples_count_each_span_where_its_owner_is_included(size: int, data: st.DataObject) -> None:
+    spans = []
+    for _ in range(3):
+        cut = data.draw(st.integers(0, size))
+        rows = [(0, cut, data.draw(st.integers(0, 2**60))), (cut, size, data.draw(st.integers(0, 2**60)))]
+        spans.append(
+            tuple(
+                PendingSpan(start=start, stop=stop, samples=samples, steps=1)
+                for start, stop, samples in rows
+                if start < stop
+            )
+        )
+    plan = plan_for(spans, size)
+    borders = sorted({0, size, *data.draw(st.sets(st.integers(0, size), max_size=4))})
+    parts = [
+        AveragedPart(start=start, stop=stop, included=sorted(data.draw(st.sets(st.integers(0, 2)))))
+        for start, stop in itertools.pairwise(borders)
+    ]
+    expected = sum(
+        span.samples
+        for part in parts
+        for element in range(part.start, part.stop)
+        for index in part.included
+        for span in spans[index]
+        if span.start <= element < span.stop
+    )
+    assert element_samples(plan, parts) == expected

@@ -1,0 +1,153 @@
+"""Settings: default < file < environment < flag, and what is said about a value that cannot be used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dht_config.errors import AddressError, ExitCode
+from p2p_trainer.settings import ENVIRONMENT_PREFIX, PeerSettings, SettingsError, load_settings
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No settings of the person who runs the tests."""
+    for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "settings.toml"
+    path.write_text("port = 1111\nthreads = 3\neval_seconds = 7.5\n")
+    return path
+
+
+def test_each_source_overrides_the_one_before(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings({}).port == 0
+    assert load_settings({}, file).port == 1111
+    monkeypatch.setenv("P2P_TRAINER_PORT", "2222")
+    assert load_settings({}, file).port == 2222
+    assert load_settings({"port": 3333}, file).port == 3333
+
+
+def test_sources_are_merged_setting_by_setting(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("P2P_TRAINER_EVAL_SECONDS", "9")
+    settings = load_settings({"host": "127.0.0.1"}, file)
+    assert (settings.host, settings.eval_seconds, settings.threads, settings.port) == ("127.0.0.1", 9.0, 3, 1111)
+    assert settings.checkpoint_seconds == PeerSettings.model_fields["checkpoint_seconds"].default
+
+
+def test_a_flag_that_was_not_given_leaves_the_file_alone(file: Path) -> None:
+    assert load_settings({"port": None, "peer": (), "threads": None}, file).port == 1111
+
+
+def test_a_flag_of_zero_is_a_value(file: Path) -> None:
+    assert load_settings({"port": 0}, file).port == 0
+
+
+def test_the_users_own_file_is_read_if_it_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "config" / "p2p-trainer" / "settings.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text('host = "::1"\n')
+    assert load_settings({}).host == "::1"
+
+
+def test_lists_come_from_every_source(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text('peer = ["/from/file"]\n')
+    assert load_settings({}, file).peer == ("/from/file",)
+    monkeypatch.setenv("P2P_TRAINER_PEER", "/from/environment, /and/another")
+    assert load_settings({}, file).peer == ("/from/environment", "/and/another")
+    assert load_settings({"peer": ("/from/flag",)}, file).peer == ("/from/flag",)
+
+
+def test_a_file_that_was_named_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"missing\.toml does not exist") as raised:
+        load_settings({}, tmp_path / "missing.toml")
+    assert raised.value.exit_code == ExitCode.USAGE
+
+
+def test_an_unknown_name_in_the_file_is_named(file: Path) -> None:
+    file.write_text("prot = 1\n")
+    with pytest.raises(SettingsError, match="There is no setting 'prot'") as raised:
+        load_settings({}, file)
+    assert str(file) in raised.value.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", 65536),
+        ("port", -1),
+        ("port", "any"),
+        ("threads", 0),
+        ("wait_seconds", -1),
+        ("wait_seconds", float("nan")),
+        ("wait_seconds", float("inf")),
+        ("checkpoint_seconds", 0.5),
+        ("eval_seconds", "often"),
+        ("eval_samples", -1),
+        ("eval_samples", 1.5),
+        ("emulate", 0),
+        ("emulate", float("inf")),
+    ],
+)
+def test_a_bad_value_is_named_with_the_places_it_may_come_from(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError) as from_flag:
+        load_settings({name: value})
+    monkeypatch.setenv(ENVIRONMENT_PREFIX + name.upper(), str(value))
+    with pytest.raises(SettingsError) as from_environment:
+        load_settings({})
+    for raised in (from_flag, from_environment):
+        text = str(raised.value)
+        assert name in text and str(value) in text
+        assert "--" + name.replace("_", "-") in text and ENVIRONMENT_PREFIX + name.upper() in text
+        assert raised.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("content", [b"port = ", b"\xff\xfe", b"[port]\nx = 1\n"])
+def test_a_file_that_cannot_be_read_is_named(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+    with pytest.raises(SettingsError) as raised:
+        load_settings({}, file)
+    assert str(file) in str(raised.value)
+
+
+def test_an_unknown_name_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("P2P_TRAINER_PROT", "5")
+    with pytest.raises(SettingsError, match="P2P_TRAINER_PROT"):
+        load_settings({})
+
+
+def test_settings_do_not_change_after_they_were_read(file: Path) -> None:
+    settings = load_settings({}, file)
+    with pytest.raises(ValueError, match="frozen"):
+        settings.port = 1  # type: ignore[misc]
+
+
+def test_a_host_that_is_no_ip_address_is_refused_when_the_network_is_set_up() -> None:
+    with pytest.raises(AddressError, match="not an IP address"):
+        _ = load_settings({"host": "localhost"}).network
+    with pytest.raises(AddressError):
+        _ = load_settings({"announce": ("nonsense",)}).network
+
+
+def test_the_network_takes_host_port_and_announced_addresses() -> None:
+    network = load_settings({"host": "::", "port": 31337, "announce": ("/dns4/peer.example.org/tcp/1",)}).network
+    assert network.listen_maddrs() == ["/ip6/::/tcp/31337"]
+    assert network.announce == ("/dns4/peer.example.org/tcp/1",)
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    source = Path(load_settings.__code__.co_filename).read_text()
+    for name in PeerSettings.model_fields:
+        declared = source.index(f"    {name}: ")
+        after = source[declared:].split("\n", 1)[1]
+        assert after.startswith('    """'), f"{name} has no docstring"

@@ -1,0 +1,90 @@
+"""What a person may give as the run to join."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dht_config.errors import DataError, InviteError, ManifestError
+from dht_config.invite import Invite
+from dht_config.manifest import EXAMPLES, example_manifest, run_id
+from p2p_trainer.target import read_target
+
+ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"
+INVITE = Invite(run_id="tiny-0123456789abcdef", organiser_public_key=bytes(range(32)), addresses=(ADDRESS,))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_an_invite_says_where_and_which_run_but_not_what() -> None:
+    target = read_target(INVITE.encode())
+    assert target.run_id == INVITE.run_id
+    assert target.invite == INVITE
+    assert target.addresses == (ADDRESS,)
+    assert target.manifest is None and target.task is None
+
+
+def test_an_invite_may_come_wrapped_by_a_chat_program() -> None:
+    code = INVITE.encode()
+    assert read_target(f'  "{code[:60]}\n{code[60:]}"\n').invite == INVITE
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_named_without_a_path(name: str) -> None:
+    target = read_target(name)
+    assert target.manifest is not None and target.task is not None
+    assert target.run_id == run_id(target.manifest, target.task.version)
+    assert target.invite is None and target.addresses == ()
+
+
+@pytest.mark.parametrize("file_name", ["run.toml", "RUN.TOML", "manifest"])
+def test_a_manifest_file_is_read_whatever_its_name(tmp_path: Path, file_name: str) -> None:
+    text = example_manifest("digits").replace("initial_peers = []", f'initial_peers = ["{ADDRESS}"]')
+    (tmp_path / file_name).write_text(text)
+    target = read_target(file_name)
+    assert target.run_id == read_target("digits").run_id, "addresses are not part of what a run is"
+    assert target.addresses == (ADDRESS,)
+
+
+def test_a_file_with_the_name_of_an_example_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "digits").write_text(example_manifest("digits").replace('"digits"             # lower', '"mine" #'))
+    assert read_target("digits").run_id.startswith("mine-")
+
+
+def test_a_missing_manifest_is_a_manifest_error() -> None:
+    with pytest.raises(ManifestError, match=r"There is no manifest at missing\.toml"):
+        read_target("missing.toml")
+
+
+def test_a_missing_file_is_told_from_a_broken_invite() -> None:
+    with pytest.raises(InviteError, match="There is no file runs/mine, and it is not an invite"):
+        read_target("runs/mine")
+
+
+def test_an_invite_that_lost_its_end_is_said_to_be_cut_off() -> None:
+    with pytest.raises(InviteError, match="characters are there"):
+        read_target(INVITE.encode()[:-10])
+
+
+@pytest.mark.parametrize("text", ["", " ", "hello", "x" * 300, "digts", "/" * 300])
+def test_nonsense_is_no_invite(text: str) -> None:
+    with pytest.raises(InviteError):
+        read_target(text)
+
+
+def test_a_directory_is_no_manifest(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").mkdir()
+    with pytest.raises(ManifestError, match="cannot be read"):
+        read_target("run.toml")
+    with pytest.raises(InviteError):
+        read_target(str(tmp_path))
+
+
+def test_a_task_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[run]\nname = "tiny"\n[task]\nname = "chess"\n')
+    with pytest.raises((ManifestError, DataError), match="chess"):
+        read_target("run.toml")

@@ -1,0 +1,217 @@
+"""A peer's accounts over all fragments, its own order of the data, and what the training process answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
+from peers.arena import SharedArena
+from peers.fragments import FragmentLayout, cut
+from peers.ledger import Ledger
+from peers.pipe import FragmentMeta, Quiet, Rebase, Rebased, SnapshotTaken, TakeSnapshot
+
+LAYOUT = FragmentLayout(names=("a",), shapes=((40,),), bounds=(0, 30, 40))
+
+
+def meta(ledger: Ledger, *, version: int = 1, total: int = 0) -> FragmentMeta:
+    return FragmentMeta(
+        version=version,
+        digest=bytes([version]) * 32,
+        total_element_samples=total,
+        history=bytes(32),
+        ledger=ledger.to_json(),
+    )
+
+
+def accounts(*ledgers: Ledger, samples: int, totals: tuple[int, ...] = (0, 0)) -> Accounts:
+    fragments = [meta(ledger, total=total) for ledger, total in zip(ledgers, totals, strict=True)]
+    return Accounts(layout=LAYOUT, samples=samples, steps=samples // 8, fragments=fragments)
+
+
+def test_a_fragment_weighs_as_much_as_it_has_parameters() -> None:
+    both = accounts(Ledger.open(30).credit([(0, 30)], 80, 10), Ledger.open(10).credit([(0, 5)], 80, 10), samples=100)
+    assert both.credited_samples == (30 * 80 + 5 * 80) / 40
+    assert both.pending_samples == (30 * 20 + 5 * 20 + 5 * 100) / 40
+    assert both.dropped_samples == 0
+    assert both.exact
+
+
+def test_dropped_samples_are_neither_credited_nor_pending() -> None:
+    both = accounts(Ledger.open(30).drop(80, 10), Ledger.open(10), samples=100)
+    assert both.dropped_samples == 30 * 80 / 40
+    assert both.credited_samples == 0
+    assert both.pending_samples == (30 * 20 + 10 * 100) / 40
+    assert both.exact
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["credit", "drop"]),
+        st.integers(0, 1),
+        st.integers(0, 30),
+        st.integers(0, 30),
+        st.integers(0, 2**50),
+    ),
+    max_size=8,
+)
+
+
+@given(events)
+def test_accounts_add_up_exactly_whatever_was_credited_or_dropped(
+    history: list[tuple[str, int, int, int, int]],
+) -> None:
+    book = accounts(Ledger.open(30), Ledger.open(10), samples=0)
+    for kind, fragment, start, stop, samples in history:
+        book.samples += samples
+        ledger = book.ledgers[fragment]
+        ledger = ledger.credit([(start, stop)], book.samples, 1) if kind == "credit" else ledger.drop(book.samples, 1)
+        book.replace(fragment, meta(ledger))
+        assert book.exact
+        assert book.credited_samples + book.dropped_samples + book.pending_samples == pytest.approx(book.samples)
+
+
+def test_accounts_that_do_not_add_up_say_so() -> None:
+    ahead = accounts(Ledger.open(30).credit([(0, 1)], 101, 13), Ledger.open(10), samples=100)
+    assert not ahead.exact, "more credited than processed"
+    assert ahead.fields()["exact"] is False
+
+
+def test_replacing_a_fragment_takes_its_ledger_over() -> None:
+    both = accounts(Ledger.open(30), Ledger.open(10), samples=100)
+    both.replace(1, meta(Ledger.open(10).credit([(0, 10)], 60, 7), version=5, total=600))
+    assert both.credited_samples == 10 * 60 / 40
+    assert both.fragments[1].version == 5
+
+
+def test_the_lineages_samples_are_the_mean_over_all_elements() -> None:
+    assert accounts(Ledger.open(30), Ledger.open(10), samples=0, totals=(30 * 1000, 10 * 600)).lineage_samples == 900
+
+
+def test_what_is_reported_names_every_count() -> None:
+    book = accounts(Ledger.open(30).credit([(0, 30)], 80, 10), Ledger.open(10), samples=100)
+    assert book.fields() == {
+        "processed_samples": 100,
+        "inner_steps": 12,
+        "credited_samples": 60.0,
+        "pending_samples": 40.0,
+        "dropped_samples": 0.0,
+        "exact": True,
+    }
+    first, second = book.by_fragment()
+    assert (first["parameters"], first["credited_samples"], first["pending_samples"]) == (30, 80.0, 20.0)
+    assert (second["parameters"], second["credited_samples"], second["pending_samples"]) == (10, 0.0, 100.0)
+    assert first["digest"] == (bytes([1]) * 32).hex()
+
+
+def test_every_peer_and_every_restart_reads_its_own_order_of_the_data() -> None:
+    seeds = {
+        data_seed(run, peer, restart)
+        for run in ("run-a", "run-b")
+        for peer in ("peer-a", "peer-b", "measuring")
+        for restart in range(10)
+    }
+    assert len(seeds) == 2 * 3 * 10
+    assert all(0 <= seed < 2**56 for seed in seeds)
+    assert data_seed("run-a", "peer-a", 3) == data_seed("run-a", "peer-a", 3)
+
+
+def test_a_seed_tells_its_three_parts_apart() -> None:
+    assert data_seed("run", "peer1", 1) != data_seed("run", "peer", 11)
+    assert data_seed("run1", "peer", 1) != data_seed("run", "1peer", 1)
+
+
+def test_leaving_is_checked_between_micro_batches() -> None:
+    flag = LeaveFlag()
+    flag.check()
+    assert not flag.is_set
+    flag.reason = "interrupted"
+    assert flag.is_set
+    with pytest.raises(LeaveRequested, match="interrupted"):
+        flag.check()
+
+
+class Swarm:
+    """The pipe's other end: keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+@pytest.fixture
+def trainer() -> Trainer:
+    model = torch.nn.Module()
+    model.a = torch.nn.Parameter(torch.arange(40, dtype=torch.float32))
+    layout = cut({"a": (40,)}, 2)
+    ledgers = [Ledger.open(layout.size(fragment)) for fragment in range(2)]
+    nothing: Any = SimpleNamespace()
+    return Trainer(
+        task=nothing,
+        model=model,
+        parameters={"a": model.a},
+        optimizer=nothing,
+        manifest=nothing,
+        settings=nothing,
+        throughput=SimpleNamespace(micro_batch=4),  # type: ignore[arg-type]
+        accounts=Accounts(layout=layout, samples=100, steps=12, fragments=[meta(ledger) for ledger in ledgers]),
+        arena=SharedArena.create(40),
+        swarm=Swarm(),  # type: ignore[arg-type]
+        metrics=nothing,
+        view=nothing,
+        peer_view=nothing,
+        leave=LeaveFlag(),
+        checkpoint_directory=nothing,
+        checkpoint_meta={},
+        seed=0,
+    )
+
+
+def test_a_snapshot_is_a_copy_of_one_fragment_with_the_counts_it_stands_for(trainer: Trainer) -> None:
+    trainer.handle(TakeSnapshot(1))
+    assert trainer.arena.snapshot.tolist() == [0.0] * 20 + [float(value) for value in range(20, 40)]
+    assert trainer.swarm.sent == [SnapshotTaken(fragment=1, samples=100, steps=12)]  # type: ignore[attr-defined]
+
+
+def test_a_rebase_keeps_the_progress_made_since_the_reference(trainer: Trainer) -> None:
+    where = trainer.accounts.layout.slice(1)
+    trainer.arena.base[where] = 1000.0
+    trainer.arena.snapshot[where] = 20.0
+    credited = meta(Ledger.open(20).credit([(0, 20)], 90, 11), version=2)
+    trainer.handle(Rebase(fragment=1, keep=True, meta=credited))
+    assert trainer.parameters["a"].tolist()[:20] == [float(value) for value in range(20)]
+    assert trainer.parameters["a"].tolist()[20:] == [1000.0 + value for value in range(20)]
+    assert trainer.accounts.pending_samples == (20 * 100 + 20 * 10) / 40
+    assert trainer.accounts.exact
+    assert trainer.swarm.sent == [Rebased(fragment=1, samples=100, steps=12)]  # type: ignore[attr-defined]
+
+
+def test_a_rebase_without_known_fate_drops_the_progress_and_says_so_in_the_ledger(trainer: Trainer) -> None:
+    where = trainer.accounts.layout.slice(0)
+    trainer.arena.base[where] = 7.0
+    trainer.handle(Rebase(fragment=0, keep=False, meta=meta(Ledger.open(20), version=2)))
+    assert trainer.parameters["a"].tolist()[:20] == [7.0] * 20
+    assert trainer.accounts.dropped_samples == 20 * 100 / 40
+    assert trainer.accounts.exact
+
+
+def test_a_checkpoint_holds_bases_as_they_are_and_ledgers_as_training_sees_them(trainer: Trainer) -> None:
+    trainer.optimizer = torch.optim.SGD([trainer.parameters["a"]], lr=0.1)  # type: ignore[list-item]
+    trainer.handle(Rebase(fragment=0, keep=False, meta=meta(Ledger.open(20), version=2)))
+    bases = [meta(Ledger.open(20), version=2), meta(Ledger.open(20), version=1)]
+    trainer.handle(Quiet(bases))
+    tensors, saved = trainer.checkpoint_contents(bases, clean=False)
+    assert set(tensors) >= {"base", "momentum", "parameter.a"}
+    assert [row["version"] for row in saved["fragments"]] == [2, 1]
+    ledgers = [Ledger.from_json(row["ledger"]) for row in saved["fragments"]]
+    assert [ledger.dropped_element_samples() for ledger in ledgers] == [20 * 100, 0]
+    assert (saved["samples"], saved["steps"], saved["clean"]) == (100, 12, False)
+    trainer.parameters["a"].data.zero_()
+    assert tensors["parameter.a"].sum() != 0, "a copy: training goes on while it is written"
