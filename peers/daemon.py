@@ -34,6 +34,7 @@ from dht_config.network import NetworkSettings
 
 START_SECONDS = 60.0
 DIAL_SECONDS = 10.0
+REFUSAL_SECONDS = 2.0
 SOCKET_DIRECTORY_PREFIX = "p2p-trainer-"
 _PR_SET_PDEATHSIG = 1
 
@@ -192,6 +193,20 @@ def _classify(address: Address, transport: str, message: str) -> DialReport:
 async def dial_all(p2p: P2P, addresses: Sequence[Address]) -> list[DialReport]:
     """Dial all at once."""
     return list(await asyncio.gather(*(dial(p2p, address) for address in addresses)))
+
+
+async def refuses(address: Address, timeout_seconds: float = REFUSAL_SECONDS) -> bool:
+    """Whether the machine at an address answers that nobody listens on the port. Silence is not refusal."""
+    try:
+        _, writer = await asyncio.wait_for(
+            asyncio.open_connection(address.transport.host, address.transport.port), timeout_seconds
+        )
+    except ConnectionRefusedError:
+        return True
+    except (OSError, asyncio.TimeoutError):
+        return False
+    writer.close()
+    return False
 
 
 async def answers_elsewhere(peer_id: str, addresses: Sequence[Address], socket_directory: Path) -> bool:

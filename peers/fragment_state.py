@@ -39,6 +39,7 @@ class Milestone:
     """Our account as of one version of one line of bases."""
 
     version: int
+    digest: bytes
     history: bytes
     ledger: Ledger
 
@@ -224,4 +225,11 @@ class FragmentState:
         self._remember()
 
     def _remember(self) -> None:
-        self.milestones.append(Milestone(version=self.version, history=self.history, ledger=self.ledger))
+        self.milestones.append(
+            Milestone(version=self.version, digest=self.digest, history=self.history, ledger=self.ledger)
+        )
+
+    @property
+    def ancestors(self) -> frozenset[bytes]:
+        """Digests of the bases before this one that we remember."""
+        return frozenset(milestone.digest for milestone in self.milestones) - {self.digest}

@@ -32,14 +32,17 @@ def choose_base(
     possible_versions: int,
     groupmates: Collection[str] = (),
     backers: int = 1,
+    ancestors: Collection[bytes] = (),
 ) -> Claim | None:
     """The base this peer should fetch, or None if it holds the right one (or nobody announces any).
 
     A newcomer takes the claim that most peers announce. A peer with a base moves to a better claim if as many peers
     announce it as stand behind its own, or if one of its ``groupmates`` does, from a round whose answers it missed.
-    Versions above ``possible_versions`` (from the clock) are ignored.
+    A peer whose line most peers have left (or never followed) joins the majority even if its own has more samples,
+    since alone it could make no further version. Versions above ``possible_versions`` (from the clock) are ignored.
 
     :param claims: by peer id, without our own
+    :param ancestors: digests of earlier bases in our own line, which are no reason to go back
     :param backers: peers that are known to hold our base although their records may not say so yet, ourselves included
     """
     plausible = {peer: claim for peer, claim in claims.items() if claim.version <= possible_versions}
@@ -54,6 +57,12 @@ def choose_base(
         claim
         for claim, count in votes.items()
         if claim.rank > own.rank and (count >= support_of_own or (claim in missed and claim.version == own.version + 1))
+    ]
+    everyone = sum(votes.values()) + 1
+    better += [
+        claim
+        for claim, count in votes.items()
+        if 2 * count > everyone and count > support_of_own and claim != own and claim.digest not in ancestors
     ]
     return max(better, key=lambda claim: (votes[claim], claim.rank), default=None)
 

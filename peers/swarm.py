@@ -11,7 +11,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import Any, AsyncIterator, Literal, TypeVar  # noqa: UP035  (ServicerBase recognises typing's AsyncIterator only)
 
@@ -44,7 +44,7 @@ from dht_config.records import (
 from dht_config.validators import SwarmRecordValidator
 from peers.arena import SharedArena
 from peers.clock import Schedule, SwarmClock
-from peers.daemon import answers_elsewhere, dial, limit_message_size, limit_write_time, start_daemon
+from peers.daemon import answers_elsewhere, dial, limit_message_size, limit_write_time, refuses, start_daemon
 from peers.door import (
     enter_dht,
     fetch_manifest,
@@ -204,6 +204,7 @@ class Swarm:
         self._backed_until: dict[int, float] = {}
         self._fetching = asyncio.Semaphore(FETCHES_AT_ONCE)
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
+        self._dead: dict[str, float] = {}
         self._blamed: dict[tuple[str, bytes], float] = {}
         self._known: set[str] = set()
         self._progress = Progress(samples=0, steps=0, credited_samples=0.0, samples_per_second=0.0)
@@ -337,7 +338,7 @@ class Swarm:
                 servicer_type=SwarmServicer,
                 matchmaking_seconds=averaging.matchmaking_seconds,
                 size=self.layout.size(index),
-                present=lambda: self.view.training(),
+                present=self._present,
                 possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (self.clock.now() - self.schedule.start_seconds),
             )
             self._matchmaking[matchmaking.group_key_manager.current_key] = matchmaking
@@ -477,7 +478,7 @@ class Swarm:
         if any(peer not in before or member.expires > before[peer].expires for peer, member in members.items()):
             self._heard_at = everyone.read_at
         self.view = View(read_at=everyone.read_at, members=members)
-        self.send(Event("peers", {"training": len(self.view.training()), "known": len(members)}))
+        self.send(Event("peers", {"training": len(self._present()), "known": len(members)}))
         self._meet(members)
 
     def _meet(self, members: dict[str, Member]) -> None:
@@ -522,6 +523,28 @@ class Swarm:
                 f"Another peer runs with this identity at {good[0].text}.",
                 f"Stop it, or delete {self.settings.identity.path} to get an identity of your own.",
             )
+
+    def _present(self) -> frozenset[str]:
+        """Training peers, without those known to be dead; one counts again as soon as it renews its record."""
+        return frozenset(
+            peer for peer in self.view.training() if self._dead.get(peer, 0.0) < self.view.members[peer].expires
+        )
+
+    async def _look_for_dead(self, peers: Collection[str]) -> None:
+        """Find out which of the peers that failed us ended: their machine answers, but nobody listens there any more.
+
+        Silence proves nothing: both halves of a split swarm would take each other for dead and go on alone.
+        """
+
+        async def look(peer: str) -> None:
+            member = self.view.members.get(peer)
+            if member is None:
+                return
+            good, _ = parse_addresses(member.profile.addresses[:ADDRESSES_PER_PEER])
+            if good and all(await asyncio.gather(*(refuses(address) for address in good))):
+                self._dead[peer] = member.expires
+
+        await asyncio.gather(*(look(peer) for peer in peers))
 
     async def _keep_membership(self) -> None:
         published = manifest_published = reached_out = self.clock.now()
@@ -618,13 +641,14 @@ class Swarm:
             for peer, claim in self.view.claims(state.index).items()
             if claim.version > 0 or claim.digest == initial
         }
-        training = self.view.training()
+        training = self._present()
         claims = {peer: claim for peer, claim in claims.items() if peer in training} or claims
         return choose_base(
             state.claim if state.version >= 0 else None,
             claims,
             possible_versions=self.schedule.possible_versions(self.clock.now()),
             groupmates=state.unresolved_mates,
+            ancestors=state.ancestors,
             backers=state.backers if self.clock.now() < self._backed_until.get(state.index, 0.0) else 1,
         )
 
@@ -940,7 +964,7 @@ class Swarm:
         begins: float,
     ) -> tuple[bytes, tuple[GroupMember, ...]]:
         """The group for this round: ourselves if the records show that we are alone. :raises RoundVoid:"""
-        present = self.view.training()
+        present = self._present()
         me = GroupMember(peer_id=self.p2p.peer_id, spans=spans, samples=taken.samples, steps=taken.steps)
         if not present:
             await self._confirm_alone(begins)
@@ -964,6 +988,10 @@ class Swarm:
         key = f"{matchmaking_prefix(self.settings.run_id, state.index)}.0b"
         found = await self._matchmaking[key].find(search, fragment=state.index, tick=tick, claim=state.claim)
         if found is None:
+            await self._look_for_dead(present)
+            if not self._present():
+                await self._confirm_alone(begins)
+                return b"alone", (me,)
             raise RoundVoid(f"no group of enough of the {len(present) + 1} training peers came together")
         return found
 
@@ -974,14 +1002,20 @@ class Swarm:
             await self._refresh()
         except TRANSPORT_ERRORS as error:
             raise RoundVoid("the records of other peers could not be read") from error
-        if self.view.training():
+        if self._present():
             raise RoundVoid("another peer has just joined; averaging with it from the next round on")
         neighbours = list(self.node.protocol.routing_table.uid_to_peer_id.values())[:ALONE_NEIGHBOURS]
         if any(await asyncio.gather(*(self.node.protocol.call_ping(peer) for peer in neighbours))):
             self._heard_at = self.clock.now()
-        elif self.clock.now() - self._heard_at < RECORD_SECONDS:
+        elif self.clock.now() - self._heard_at < RECORD_SECONDS and not await self._all_are_gone():
             # No records because nobody answers is not the same as nobody being there.
             raise RoundVoid("no other peer answers; waiting to be sure that this one is alone")
+
+    async def _all_are_gone(self) -> bool:
+        """Whether everybody we heard of has left or is dead."""
+        left = [peer for peer, member in self.view.members.items() if member.profile.status != "leaving"]
+        await self._look_for_dead(left)
+        return bool(self.view.members) and all(peer in self._dead for peer in left)
 
     async def _all_reduce(
         self, plan: RoundPlan, state: FragmentState, contribution: Any, report: dict[str, Any]
@@ -1001,6 +1035,9 @@ class Swarm:
         began = self.clock.now()
         try:
             result = await current.run()
+        except RoundVoid:
+            self._spawn(self._look_for_dead([str(peer) for peer in current.failed]))
+            raise
         finally:
             # A round that failed for want of time is a measurement as well: the next one waits longer.
             state.recent_seconds.append(self.clock.now() - began)

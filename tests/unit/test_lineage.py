@@ -175,3 +175,25 @@ def test_everyone_together_is_a_quorum(present: set[str]) -> None:
 )
 def test_quorums(members: str, present: str, expected: bool) -> None:
     assert has_quorum(set(members), set(present)) is expected
+
+
+def test_a_minority_joins_the_majority_even_from_a_richer_line() -> None:
+    rich = Claim(version=7, digest=b"r" * 32, total_samples=2000)
+    common = Claim(version=7, digest=b"c" * 32, total_samples=1000)
+    claims = {"a": common, "b": common, "c": common}
+    assert choose_base(rich, claims, possible_versions=100) == common
+    assert choose_base(common, {"a": common, "b": common, "d": rich}, possible_versions=100) is None
+
+
+def test_nobody_goes_back_to_an_earlier_base_of_its_own_line_however_many_are_still_there() -> None:
+    before = Claim(version=7, digest=b"b" * 32, total_samples=1000)
+    after = Claim(version=8, digest=b"a" * 32, total_samples=1100)
+    claims = {"a": before, "b": before, "c": before}
+    assert choose_base(after, claims, possible_versions=100, ancestors={before.digest}) is None
+
+
+def test_those_who_made_a_base_with_us_stand_behind_it_before_their_records_say_so() -> None:
+    own = Claim(version=8, digest=b"o" * 32, total_samples=1000)
+    lone = Claim(version=9, digest=b"l" * 32, total_samples=2**50)
+    assert choose_base(own, {"hostile": lone}, possible_versions=100, backers=3) is None
+    assert choose_base(own, {"honest": lone}, possible_versions=100) == lone
