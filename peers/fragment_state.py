@@ -70,6 +70,7 @@ class FragmentState:
         self.uncertain = False
         """Whether a contribution of ours may be in a base that we do not have."""
         self.unresolved_mates: frozenset[str] = frozenset()
+        self.backed_until = 0.0
         self.backers = 1
         """Peers that made our base with us; for a while they stand behind it before their records say so."""
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)

@@ -20,7 +20,7 @@ from peers.clock import SwarmClock
 from peers.daemon import SOCKET_DIRECTORY_PREFIX, start_daemon
 from peers.door import enter_dht, fetch_manifest, find_someone, set_clock
 from peers.membership import View, read_view
-from peers.swarm import SwarmServicer
+from peers.servicer import SwarmServicer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ class FetchedBase:
     base: torch.Tensor
     momentum: torch.Tensor
     receipts: tuple[Receipt, ...]
+    donor: str
     bytes_received: int
 
 
@@ -138,11 +139,13 @@ async def receive_base(
     fragment: int,
     size: int,
     claim: Claim,
+    donor: str,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> FetchedBase:
     """Take a base from a donor's stream and verify it.
 
     :param size: elements of the fragment; the stream may not bring a byte more than belongs to it
+    :param donor: whom the stream is from, for the record
     :param on_bytes: told of every chunk's length as it arrives
     :raises TransferFailed: when the donor ends early, sends anything malformed, or other bytes than announced
     """
@@ -198,5 +201,6 @@ async def receive_base(
         base=base,
         momentum=momentum,
         receipts=tuple(header.receipts),
+        donor=donor,
         bytes_received=received,
     )

@@ -114,6 +114,7 @@ class Peer:
             base=donor.state.base.clone(),
             momentum=donor.state.momentum.clone(),
             receipts=sent,
+            donor="d",
             bytes_received=len(frozen.payload),
         )
         keep = self.state.adopt(fetched, self.own_id)

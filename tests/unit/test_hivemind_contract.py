@@ -26,10 +26,10 @@ from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase, p2p_daemon
 from hivemind.proto import averaging_pb2
 from hivemind.utils.serializer import MSGPackSerializer
 
-import peers.swarm
+import peers.servicer
 from peers.daemon import limit_write_time
 from peers.grouping import FragmentMatchmaking, GroupSearch, NodeAsDHT
-from peers.swarm import SwarmServicer
+from peers.servicer import SwarmServicer
 
 
 def source_of(thing: Any) -> str:
@@ -284,7 +284,7 @@ def test_our_servicers_streams_are_streams() -> None:
         "rpc_average": (True, True),
         "rpc_base": (False, True),
     }
-    assert peers.swarm.AsyncIterator is typing.AsyncIterator
+    assert peers.servicer.AsyncIterator is typing.AsyncIterator
 
 
 def test_a_stub_is_found_by_the_servicers_class_name_and_our_namespace() -> None:

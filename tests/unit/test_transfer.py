@@ -110,7 +110,7 @@ def receive(answers: Iterable[BaseAnswer], *, claim: Claim = CLAIM, size: int = 
         for answer in answers:
             yield answer
 
-    return asyncio.run(receive_base(stream(), fragment=FRAGMENT, size=size, claim=claim))
+    return asyncio.run(receive_base(stream(), fragment=FRAGMENT, size=size, claim=claim, donor="d"))
 
 
 def test_a_base_arrives_bit_for_bit_with_its_receipts() -> None:
@@ -133,7 +133,7 @@ def test_progress_is_told_chunk_by_chunk() -> None:
         for answer in answers:
             yield answer
 
-    asyncio.run(receive_base(stream(), fragment=FRAGMENT, size=SIZE, claim=CLAIM, on_bytes=lengths.append))
+    asyncio.run(receive_base(stream(), fragment=FRAGMENT, size=SIZE, claim=CLAIM, donor="d", on_bytes=lengths.append))
     assert lengths == [CHUNK_BYTES, len(BASE.payload) - CHUNK_BYTES]
 
 

@@ -1,0 +1,46 @@
+"""What the parts of the averaging process share: who we are, how we reach others, and the run as it is configured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.servicer import StubBase
+
+from dht_config.keys import rpc_namespace
+from dht_config.manifest import RunManifest
+from dht_config.records import SignedManifest
+from peers.clock import Schedule, SwarmClock
+from peers.fragment_state import FragmentState
+from peers.servicer import SwarmServicer
+from peers.settings import SwarmSettings
+from peers.tasks import Tasks
+from peers.training_link import TrainingLink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """Made once, when peers are found, the clock is set and the run is configured."""
+
+    settings: SwarmSettings
+    clock: SwarmClock
+    p2p: P2P
+    node: DHTNode
+    addresses: tuple[str, ...]
+    """Ours, as others may dial them."""
+    signed_manifest: SignedManifest
+    manifest: RunManifest
+    schedule: Schedule
+    fragments: tuple[FragmentState, ...]
+    training: TrainingLink
+    tasks: Tasks
+
+    @property
+    def own_id(self) -> bytes:
+        """Our peer id, as receipts and records name us."""
+        return bytes(self.settings.identity.peer_id.to_bytes())
+
+    def stub(self, peer: PeerID) -> StubBase:
+        """To call one of this run's peers."""
+        return SwarmServicer.get_stub(self.p2p, peer, namespace=rpc_namespace(self.settings.run_id))

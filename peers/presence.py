@@ -1,0 +1,262 @@
+"""Being there: our records in the DHT, everybody else's in one view, and who can be counted on.
+
+A peer that is silent is not gone: quorums count it until its record expires or its machine says that nobody listens
+there any more. A peer that hears of nobody is not alone until it knows what became of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Literal
+
+from hivemind.p2p import PeerID
+
+from dht_config.address import Address, parse_addresses
+from dht_config.errors import IdentityError
+from dht_config.keys import manifest_key, profiles_key, run_manifest_key, states_key
+from dht_config.records import FragmentClaim, PeerProfile, SwarmState, software_version
+from peers.context import RunContext
+from peers.daemon import answers_elsewhere, dial, refuses
+from peers.door import remember_addresses, remembered_addresses, set_clock
+from peers.membership import Member, View, read_view
+from peers.pipe import Event
+from peers.round import TRANSPORT_ERRORS, RoundVoid
+
+logger = logging.getLogger(__name__)
+
+RECORD_SECONDS = 30.0
+"""How long a record of ours stands; a silent peer is forgotten after it."""
+PUBLISH_SECONDS = 5.0
+REACH_OUT_SECONDS = 2 * PUBLISH_SECONDS
+"""Records are renewed every PUBLISH_SECONDS: twice that without news means that something is broken."""
+MANIFEST_SECONDS = 600.0
+MANIFEST_PUBLISH_SECONDS = 60.0
+CLOCK_SECONDS = 60.0
+DIALS_AT_ONCE = 8
+ADDRESSES_PER_PEER = 4
+ALONE_NEIGHBOURS = 4
+
+Status = Literal["syncing", "training", "serving", "leaving"]
+
+
+class Presence:
+    """This peer's records, and its view of the others'.
+
+    :param heard_from_others: whether this peer came in through somebody, who may be silent later
+    """
+
+    def __init__(self, run: RunContext, *, heard_from_others: bool) -> None:
+        self._run = run
+        self.view = View()
+        self.changed = asyncio.Event()
+        """Set by whoever changes what our records say; they are published at once."""
+        self.announced = False
+        """Whether our record says that we train: only then may we take part in rounds."""
+        self._own_record: Member | None = None
+        self._known: set[str] = set()
+        self._dead: dict[str, float] = {}
+        self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
+        self._joined_at = run.clock.now()
+        self._heard_at = self._joined_at if heard_from_others else float("-inf")
+        self._last_expiration = 0.0
+
+    @property
+    def first_status(self) -> Status:
+        """What this peer announces before it trains."""
+        return "syncing" if self._run.settings.role == "training" else "serving"
+
+    async def publish_manifest(self) -> None:
+        run_id, payload = self._run.settings.run_id, self._run.signed_manifest.to_payload()
+        until = self._run.clock.now() + MANIFEST_SECONDS
+        await asyncio.gather(
+            *(
+                self._run.node.store(key, payload, until, subkey=run_id)
+                for key in (run_manifest_key(run_id), manifest_key())
+            )
+        )
+
+    async def publish(self, status: Status) -> None:
+        """Store our profile and our bases' claims."""
+        training, progress = self._run.training.begun, self._run.training.progress
+        profile = PeerProfile(
+            software_version=software_version(),
+            status=status,
+            samples_per_second=progress.samples_per_second or (training.samples_per_second if training else 0.0),
+            processed_samples=progress.samples,
+            credited_samples=progress.credited_samples,
+            micro_batch=training.micro_batch if training else 0,
+            device=training.device if training else "",
+            addresses=self._run.addresses[:16],
+            joined_at=self._joined_at,
+            restart=self._run.settings.restart,
+        )
+        own = self._run.own_id
+        expiration = self._expiration(RECORD_SECONDS)
+        stores = [
+            self._run.node.store(profiles_key(self._run.settings.run_id), profile.to_payload(), expiration, subkey=own)
+        ]
+        if all(state.version >= 0 for state in self._run.fragments):
+            claims = SwarmState(
+                fragments=tuple(
+                    FragmentClaim(
+                        version=state.claim.version,
+                        digest=state.claim.digest,
+                        total_samples=state.claim.total_samples,
+                    )
+                    for state in self._run.fragments
+                )
+            )
+            stores.append(
+                self._run.node.store(states_key(self._run.settings.run_id), claims.to_payload(), expiration, subkey=own)
+            )
+        if not all(await asyncio.gather(*stores)):
+            logger.debug("The DHT refused a record of ours")
+
+    def _expiration(self, seconds: float) -> float:
+        """Later than any expiration given before: the DHT keeps the record that expires last."""
+        self._last_expiration = max(self._run.clock.now() + seconds, self._last_expiration + 0.001)
+        return self._last_expiration
+
+    async def refresh(self) -> None:
+        """Read everyone's records into a new view."""
+        run_id = self._run.settings.run_id
+        found = await self._run.node.get_many([profiles_key(run_id), states_key(run_id)], float("inf"))
+        everyone = read_view(found, run_id, self._run.clock.now())
+        own = str(self._run.settings.identity.peer_id)
+        self._own_record = everyone.members.get(own)
+        # A record that a search missed still stands until it expires: a hiccup must not make a peer think it is alone.
+        standing = {peer: member for peer, member in self.view.members.items() if member.expires > everyone.read_at}
+        members = {peer: member for peer, member in {**standing, **everyone.members}.items() if peer != own}
+        before = self.view.members
+        if any(peer not in before or member.expires > before[peer].expires for peer, member in members.items()):
+            self._heard_at = everyone.read_at
+        self.view = View(read_at=everyone.read_at, members=members)
+        self._run.training.send(Event("peers", {"training": len(self.present()), "known": len(members)}))
+        self._meet(members)
+
+    def _meet(self, members: dict[str, Member]) -> None:
+        """Connect to peers we have not met, and remember the way to all of them."""
+        fresh = [peer for peer in members if peer not in self._known]
+        self._known = set(members)
+        if not fresh:
+            return
+        for peer in fresh:
+            good, _ = parse_addresses(members[peer].profile.addresses[:ADDRESSES_PER_PEER])
+            for address in good:
+                if address.peer_id == peer:
+                    self._run.tasks.spawn(self._greet(address))
+        texts = [text for peer in members for text in members[peer].profile.addresses]
+        remember_addresses(
+            self._run.settings.remembered_peers_path,
+            [*texts, *(address.text for address in self._run.settings.addresses)],
+        )
+
+    async def _greet(self, address: Address) -> None:
+        async with self._dialling:
+            await dial(self._run.p2p, address)
+
+    async def _reach_out(self) -> None:
+        """Nobody was heard of for a while: dial and ping anew, since hivemind forgets nodes that do not answer."""
+        known = [*self._run.settings.addresses, *remembered_addresses(self._run.settings.remembered_peers_path)]
+        addresses = list(
+            {address.text: address for address in known if address.peer_id != str(self._run.p2p.peer_id)}.values()
+        )
+        await asyncio.gather(*(self._greet(address) for address in addresses))
+        peers = {PeerID.from_base58(address.peer_id) for address in addresses}
+        await asyncio.gather(*(self._run.node.protocol.call_ping(peer) for peer in peers))
+
+    async def refuse_twin(self) -> None:
+        """A copied identity: somebody else answers under our peer id at the addresses in our own record."""
+        if self._own_record is None or self._own_record.profile.status == "leaving":
+            return
+        texts = self._own_record.profile.addresses
+        good, _ = parse_addresses([text for text in texts if text not in self._run.addresses])
+        if good and await answers_elsewhere(str(self._run.p2p.peer_id), good, self._run.settings.socket_directory):
+            raise IdentityError(
+                f"Another peer runs with this identity at {good[0].text}.",
+                f"Stop it, or delete {self._run.settings.identity.path} to get an identity of your own.",
+            )
+
+    def present(self) -> frozenset[str]:
+        """Training peers, without those known to be dead; one counts again as soon as it renews its record."""
+        return frozenset(
+            peer for peer in self.view.training() if self._dead.get(peer, 0.0) < self.view.members[peer].expires
+        )
+
+    async def look_for_dead(self, peers: Collection[str]) -> None:
+        """Find out which of the peers that failed us ended: their machine answers, but nobody listens there any more.
+
+        Silence proves nothing: both halves of a split swarm would take each other for dead and go on alone.
+        """
+
+        async def look(peer: str) -> None:
+            member = self.view.members.get(peer)
+            if member is None:
+                return
+            good, _ = parse_addresses(member.profile.addresses[:ADDRESSES_PER_PEER])
+            if good and all(await asyncio.gather(*(refuses(address) for address in good))):
+                self._dead[peer] = member.expires
+
+        await asyncio.gather(*(look(peer) for peer in peers))
+
+    async def confirm_alone(self, begins: float) -> None:
+        """Look again when the tick begins: whoever joins its round has announced itself by then. :raises RoundVoid:"""
+        await asyncio.sleep(max(0.0, begins - self._run.clock.now()))
+        try:
+            await self.refresh()
+        except TRANSPORT_ERRORS as error:
+            raise RoundVoid("the records of other peers could not be read") from error
+        if self.present():
+            raise RoundVoid("another peer has just joined; averaging with it from the next round on")
+        neighbours = list(self._run.node.protocol.routing_table.uid_to_peer_id.values())[:ALONE_NEIGHBOURS]
+        if any(await asyncio.gather(*(self._run.node.protocol.call_ping(peer) for peer in neighbours))):
+            self._heard_at = self._run.clock.now()
+        elif self._run.clock.now() - self._heard_at < RECORD_SECONDS and not await self._all_are_gone():
+            # No records because nobody answers is not the same as nobody being there.
+            raise RoundVoid("no other peer answers; waiting to be sure that this one is alone")
+
+    async def _all_are_gone(self) -> bool:
+        """Whether everybody we heard of has left or is dead."""
+        left = [peer for peer, member in self.view.members.items() if member.profile.status != "leaving"]
+        await self.look_for_dead(left)
+        return bool(self.view.members) and all(peer in self._dead for peer in left)
+
+    async def keep(self, on_news: Callable[[], None]) -> None:
+        published = manifest_published = reached_out = self._run.clock.now()
+        period = max(0.25, self._run.schedule.tick_seconds / 2)
+        status = self.first_status
+        while True:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), period)
+            now = self._run.clock.now()
+            try:
+                if self.changed.is_set() or now - published >= PUBLISH_SECONDS:
+                    self.changed.clear()
+                    if self._run.training.begun is not None and status == "syncing":
+                        status = "training"
+                    await self.publish(status)
+                    published = now
+                    self.announced = self.announced or status == "training"
+                if now - manifest_published >= MANIFEST_PUBLISH_SECONDS:
+                    await self.publish_manifest()
+                    manifest_published = now
+                await self.refresh()
+                if now - max(self._heard_at, reached_out) >= REACH_OUT_SECONDS:
+                    reached_out = now
+                    self._run.tasks.spawn(self._reach_out())
+            except (*TRANSPORT_ERRORS, ValueError) as error:
+                # ValueError: a record that we would have to publish is out of bounds; membership must outlive it.
+                logger.debug("Membership was not refreshed: %r", error)
+                continue
+            on_news()
+
+    async def keep_clock(self) -> None:
+        while True:
+            await asyncio.sleep(CLOCK_SECONDS)
+            peers = [PeerID.from_base58(peer) for peer in self.view.members]
+            random.shuffle(peers)
+            await set_clock(self._run.clock, self._run.stub, peers, newcomer=False)

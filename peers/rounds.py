@@ -1,0 +1,283 @@
+"""Taking part: every tick's round, from the snapshot to the commit, and other peers' calls that belong to rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+from hivemind.p2p import PeerID
+
+from dht_config.keys import matchmaking_prefix
+from dht_config.records import RoundAnnouncement, sign_announcement
+from peers.bases import BaseKeeper
+from peers.context import RunContext
+from peers.fragment_state import FragmentState, NextBase
+from peers.grouping import FragmentMatchmaking, GroupSearch, NodeAsDHT
+from peers.ledger import PendingSpan
+from peers.messages import Average, AveragedPart, Part
+from peers.outer import Nesterov
+from peers.pipe import Event, Rebased, SnapshotTaken
+from peers.presence import RECORD_SECONDS, Presence
+from peers.reducer import MAX_ABSOLUTE_DIFFERENCE
+from peers.round import GroupMember, Round, RoundPlan, RoundVoid, deadline_seconds, split_fragment
+from peers.servicer import SwarmServicer
+
+logger = logging.getLogger(__name__)
+
+REGISTER_SECONDS = 5.0
+"""How long a groupmate's call may come before its round is known here."""
+ROUNDS_UNKNOWN_PER_PEER = 4
+MAX_SAMPLES_PER_SECOND = 1e6
+"""No peer is this fast: bounds what one can announce since the run began, so that totals stay countable."""
+
+
+class RoundKeeper:
+    """Holds this peer's rounds, one fragment at a tick."""
+
+    def __init__(self, run: RunContext, presence: Presence, bases: BaseKeeper) -> None:
+        self._run, self._presence, self._bases = run, presence, bases
+        outer, averaging = run.manifest.outer_optimizer, run.manifest.averaging
+        self._outer = Nesterov(lr=outer.lr, momentum=outer.momentum)
+        self._rounds: dict[bytes, asyncio.Future[Round]] = {}
+        self._guessing: Counter[PeerID] = Counter()
+        self._matchmaking: dict[str, FragmentMatchmaking] = {}
+        dht = NodeAsDHT(run.node)
+        for state in run.fragments:
+            matchmaking = FragmentMatchmaking(
+                run.p2p,
+                dht,
+                run_id=run.settings.run_id,
+                prefix=matchmaking_prefix(run.settings.run_id, state.index),
+                servicer_type=SwarmServicer,
+                matchmaking_seconds=averaging.matchmaking_seconds,
+                size=state.size,
+                present=presence.present,
+                possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
+            )
+            self._matchmaking[matchmaking.group_key_manager.current_key] = matchmaking
+
+    def matchmaking_for(self, group_key: str) -> FragmentMatchmaking | None:
+        """The matchmaking behind one of this run's group keys."""
+        return self._matchmaking.get(group_key)
+
+    async def answer_sender(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncIterator[Average]:
+        """A groupmate sends its contribution; its round may be known to us a moment later than to it."""
+        try:
+            first = await asyncio.wait_for(stream.__aiter__().__anext__(), REGISTER_SECONDS)
+        except (StopAsyncIteration, asyncio.TimeoutError):
+            return
+        if first.header is None:
+            return
+        current = await self._round_of(first.header.group_id, remote_id)
+        if current is None:
+            return
+        async for answer in current.answer(_chain(first, stream), remote_id):
+            yield answer
+
+    async def _round_of(self, group_id: bytes, remote_id: PeerID) -> Round | None:
+        """The round of a group, waited for a moment if we do not know of it yet; a few such waits per peer."""
+        waiting = self._rounds.get(group_id)
+        if waiting is not None and waiting.done():
+            return waiting.result()
+        if self._guessing[remote_id] >= ROUNDS_UNKNOWN_PER_PEER:
+            return None
+        if waiting is None:
+            waiting = self._rounds[group_id] = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_later(2 * REGISTER_SECONDS, self._forget_round, group_id)
+        self._guessing[remote_id] += 1
+        try:
+            return await asyncio.wait_for(asyncio.shield(waiting), REGISTER_SECONDS)
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            self._guessing[remote_id] -= 1
+            if not self._guessing[remote_id]:
+                del self._guessing[remote_id]
+
+    def _forget_round(self, group_id: bytes) -> None:
+        """Of a group id that somebody named but that never became a round here."""
+        waiting = self._rounds.get(group_id)
+        if waiting is not None and not waiting.done():
+            del self._rounds[group_id]
+
+    async def keep_ticks(self) -> None:
+        """Begin every tick's round in time to find a group by the tick's beginning."""
+        if self._run.settings.role == "serving":
+            await asyncio.Future()
+        lead = self._run.manifest.averaging.matchmaking_seconds
+        tick = self._run.schedule.next_tick(self._run.clock.now() + lead)
+        while True:
+            await asyncio.sleep(max(0.0, self._run.schedule.begins(tick) - lead - self._run.clock.now()))
+            if self._presence.announced:
+                self._run.tasks.spawn(self._hold_round(tick))
+            tick = max(tick + 1, self._run.schedule.next_tick(self._run.clock.now() + lead - 0.01))
+
+    async def _hold_round(self, tick: int) -> None:
+        """One round, from snapshot to commit, and its line in the metrics."""
+        state = self._run.fragments[self._run.schedule.fragment(tick)]
+        report = {
+            "tick": tick,
+            "fragment": state.index,
+            "outcome": "skipped",
+            "reason": "",
+            "group_size": 0,
+            "weight": 0,
+            "weight_share": 0.0,
+            "seconds": 0.0,
+            "bytes_sent": 0,
+            "bytes_received": 0,
+        }
+        if state.busy.locked():
+            report["reason"] = "the previous round or a fetch of this fragment is still under way"
+        else:
+            async with state.busy:
+                try:
+                    await self._attempt_round(tick, state, report)
+                except RoundVoid as error:
+                    report["reason"] = str(error)
+                except Exception as error:
+                    logger.exception("A round failed in an unexpected way; its contribution is carried on")
+                    report["reason"] = f"unexpected: {error!r}"
+        report.update(version=state.version, digest=state.digest.hex())
+        self._run.training.send(Event("round", report))
+
+    async def _attempt_round(self, tick: int, state: FragmentState, report: dict[str, Any]) -> None:
+        begins = self._run.schedule.begins(tick)
+        better = self._bases.better_claim(state)
+        if better is not None:
+            raise RoundVoid(f"the swarm is at version {better.version}; fetching it first")
+        taken = await self._run.training.snapshot(state, max(0.1, begins - self._run.clock.now()))
+        if taken is None:
+            raise RoundVoid("the training step was too long for a snapshot in time; it serves the next round")
+        state.taken = taken
+        report["outcome"] = "carried"
+        spans = state.ledger.pending(taken.samples, taken.steps)
+        contribution = await asyncio.to_thread(state.contribution)
+        if not bool((contribution.abs() <= MAX_ABSOLUTE_DIFFERENCE).all()):  # also true for NaN
+            await self._discard_progress(state)
+            raise RoundVoid("the local parameters had diverged; they were set back to the base")
+        group_id, members = await self._find_group(tick, state, taken, spans, begins)
+        plan = RoundPlan(
+            group_id=group_id,
+            tick=tick,
+            fragment=state.index,
+            size=state.size,
+            members=members,
+            ranges=split_fragment(state.size, len(members), max(1, self._run.manifest.averaging.part_bytes // 4)),
+        )
+        report["group_size"] = len(members)
+        weights = [_mean_samples(member.spans, state.size) for member in members]
+        own_index = plan.index(self._run.p2p.peer_id) or 0
+        report["weight"] = weights[own_index]
+        report["weight_share"] = weights[own_index] / sum(weights) if sum(weights) else 0.0
+        if not sum(weights):
+            raise RoundVoid("nobody in the group has samples to contribute")
+        began = self._run.clock.now()
+        if len(members) == 1:
+            average = contribution
+            parts: tuple[AveragedPart, ...] = (AveragedPart(start=0, stop=state.size, included=[0]),)
+        else:
+            average, parts = await self._all_reduce(plan, state, contribution, report)
+        new = await asyncio.to_thread(state.next_base, self._outer, plan, average, parts)
+        rebased = await self._run.tasks.whole(self._commit(state, new, plan, parts))
+        state.backed_until = self._run.clock.now() + RECORD_SECONDS
+        self._presence.changed.set()
+        report["outcome"] = "committed"
+        report["seconds"] = self._run.clock.now() - began
+        if any(own_index not in part.included for part in parts):
+            report["reason"] = "some parts closed without us; their contribution is carried on"
+        await self._run.training.rebased(state, True, rebased)
+
+    async def _commit(
+        self, state: FragmentState, new: NextBase, plan: RoundPlan, parts: tuple[AveragedPart, ...]
+    ) -> asyncio.Future[Rebased] | None:
+        async with state.content:
+            await asyncio.to_thread(state.commit, new, plan, parts, self._run.own_id)
+            return self._run.training.rebase(state, True)
+
+    async def _discard_progress(self, state: FragmentState) -> None:
+        """Set the training process back to the base: what it has is of use to nobody."""
+        async with state.content:
+            rebased = self._run.training.rebase(state, False)
+        await self._run.training.rebased(state, False, rebased)
+
+    async def _find_group(
+        self,
+        tick: int,
+        state: FragmentState,
+        taken: SnapshotTaken,
+        spans: tuple[PendingSpan, ...],
+        begins: float,
+    ) -> tuple[bytes, tuple[GroupMember, ...]]:
+        """The group for this round: ourselves if the records show that we are alone. :raises RoundVoid:"""
+        present = self._presence.present()
+        me = GroupMember(peer_id=self._run.p2p.peer_id, spans=spans, samples=taken.samples, steps=taken.steps)
+        if not present:
+            await self._presence.confirm_alone(begins)
+            return b"alone", (me,)
+        announcement = RoundAnnouncement(
+            fragment=state.index,
+            tick=tick,
+            version=state.version,
+            digest=state.digest,
+            samples_total=taken.samples,
+            steps_total=taken.steps,
+            spans=tuple((span.start, span.stop, span.samples, span.steps) for span in spans),
+        )
+        lead = self._run.manifest.averaging.matchmaking_seconds
+        search = GroupSearch(
+            scheduled_time=begins,
+            deadline=begins + min(lead, self._run.schedule.cycle_seconds / 4),
+            data_for_gather=sign_announcement(self._run.settings.identity, announcement, self._run.settings.run_id),
+            now=self._run.clock.now,
+        )
+        key = f"{matchmaking_prefix(self._run.settings.run_id, state.index)}.0b"
+        found = await self._matchmaking[key].find(search, fragment=state.index, tick=tick, claim=state.claim)
+        if found is None:
+            await self._presence.look_for_dead(present)
+            if not self._presence.present():
+                await self._presence.confirm_alone(begins)
+                return b"alone", (me,)
+            raise RoundVoid(f"no group of enough of the {len(present) + 1} training peers came together")
+        return found
+
+    async def _all_reduce(
+        self, plan: RoundPlan, state: FragmentState, contribution: Any, report: dict[str, Any]
+    ) -> tuple[Any, tuple[AveragedPart, ...]]:
+        wait = deadline_seconds(state.recent_seconds, self._run.schedule.cycle_seconds)
+
+        async def call_reducer(reducer: PeerID, parts: AsyncIterator[Part]) -> AsyncIterator[Average]:
+            stream: AsyncIterator[Average] = await self._run.stub(reducer).rpc_average(parts)
+            return stream
+
+        current = Round(plan, self._run.p2p.peer_id, contribution, call_reducer, wait)
+        waiting = self._rounds.setdefault(plan.group_id, asyncio.get_running_loop().create_future())
+        waiting.set_result(current)
+        asyncio.get_running_loop().call_later(2 * wait + REGISTER_SECONDS, self._rounds.pop, plan.group_id, None)
+        state.unresolved_mates |= {str(member.peer_id) for member in plan.members}
+        state.uncertain = True
+        began = self._run.clock.now()
+        try:
+            result = await current.run()
+        except RoundVoid:
+            self._run.tasks.spawn(self._presence.look_for_dead([str(peer) for peer in current.failed]))
+            raise
+        finally:
+            # A round that failed for want of time is a measurement as well: the next one waits longer.
+            state.recent_seconds.append(self._run.clock.now() - began)
+            report.update(bytes_sent=current.bytes_sent, bytes_received=current.bytes_received)
+        return result.average, result.parts
+
+
+def _mean_samples(spans: tuple[PendingSpan, ...], size: int) -> float:
+    """Samples a contribution brings, mean over the fragment's elements."""
+    return sum((span.stop - span.start) * span.samples for span in spans) / size
+
+
+async def _chain(first: Part, rest: AsyncIterator[Part]) -> AsyncIterator[Part]:
+    yield first
+    async for part in rest:
+        yield part

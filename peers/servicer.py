@@ -1,0 +1,67 @@
+"""What other peers can call: the run's remote procedures, each passed on to the part that answers it."""
+
+from __future__ import annotations
+
+import re
+from typing import AsyncIterator, Protocol  # noqa: UP035  (ServicerBase recognises typing's AsyncIterator only)
+
+from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
+from hivemind.p2p.servicer import StubBase
+from hivemind.proto import averaging_pb2
+
+from dht_config.keys import rpc_namespace
+from peers.clock import SwarmClock
+from peers.grouping import FragmentMatchmaking
+from peers.messages import Ask, Average, BaseAnswer, BaseRequest, Clock, ClockHeader, Part
+
+
+class RoundDesk(Protocol):
+    """Answers what belongs to rounds."""
+
+    def matchmaking_for(self, group_key: str) -> FragmentMatchmaking | None: ...
+
+    def answer_sender(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncIterator[Average]: ...
+
+
+class BaseDesk(Protocol):
+    """Answers what belongs to bases."""
+
+    def answer_base(self, request: BaseRequest, remote_id: PeerID) -> AsyncIterator[BaseAnswer]: ...
+
+
+class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
+    """What other peers can call. ``rounds`` and ``bases`` are set once there are any."""
+
+    def __init__(self, clock: SwarmClock) -> None:
+        self._clock = clock
+        self.rounds: RoundDesk | None = None
+        self.bases: BaseDesk | None = None
+
+    @classmethod
+    def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None) -> StubBase:
+        """All fragments share the run's handlers: matchmaking's per-fragment prefix is cut off."""
+        prefix = re.fullmatch(r"(.+-[0-9a-f]{16})-f\d{1,3}", namespace or "")
+        return super().get_stub(p2p, peer, namespace=rpc_namespace(prefix.group(1)) if prefix else namespace)
+
+    async def rpc_time(self, request: Ask, context: P2PContext) -> Clock:
+        return Clock(ClockHeader(seconds=self._clock.now()))
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        matchmaking = self.rounds.matchmaking_for(request.group_key) if self.rounds is not None else None
+        if matchmaking is None:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.BAD_GROUP_KEY)
+            return
+        async for message in matchmaking.rpc_join_group(request, context):
+            yield message
+
+    async def rpc_average(self, stream: AsyncIterator[Part], context: P2PContext) -> AsyncIterator[Average]:
+        if self.rounds is not None:
+            async for answer in self.rounds.answer_sender(stream, context.remote_id):
+                yield answer
+
+    async def rpc_base(self, request: BaseRequest, context: P2PContext) -> AsyncIterator[BaseAnswer]:
+        if self.bases is not None:
+            async for answer in self.bases.answer_base(request, context.remote_id):
+                yield answer
