@@ -180,28 +180,28 @@ class Round:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.failed: dict[PeerID, str] = {}
+        self._duties: list[asyncio.Task[None]] = []
 
     async def run(self) -> RoundResult:
-        """Take part until every answer is here. :raises RoundVoid: when one is not, with the first reason."""
+        """Take part until every answer is here.
+
+        :raises RoundVoid: as soon as one answer will not come, with the reason. What this peer owes the others, its
+            contribution to their parts and their averages of its own, goes on in the background until the deadline.
+        """
+        exchanges = [
+            asyncio.create_task(self._exchange(index))
+            for index in range(len(self.plan.members))
+            if self.plan.ranges[index]
+        ]
         closing = asyncio.create_task(self._close_at_deadline())
-        try:
-            tasks = [
-                asyncio.create_task(self._exchange(index))
-                for index in range(len(self.plan.members))
-                if self.plan.ranges[index]
-            ]
-            await asyncio.wait(tasks)
-            reasons = [error for task in tasks if (error := task.exception()) is not None]
-            unexpected = [error for error in reasons if not isinstance(error, RoundVoid)]
-            if unexpected:
-                raise unexpected[0]
-            if reasons:
-                raise reasons[0]
-        finally:
-            if all(self.reducer.result(part).done() for part in range(self.reducer.num_parts)):
-                closing.cancel()
-            else:
-                await closing
+        self._duties = [*exchanges, closing]
+        for duty in self._duties:
+            duty.add_done_callback(_retrieve)
+        await asyncio.wait(exchanges, return_when=asyncio.FIRST_EXCEPTION)
+        reasons = [error for task in exchanges if task.done() and (error := task.exception()) is not None]
+        for error in sorted(reasons, key=lambda error: isinstance(error, RoundVoid)):  # an unexpected one first
+            raise error
+        closing.cancel()
         parts = tuple(
             AveragedPart(start=start, stop=stop, included=included)
             for (start, stop), included in sorted(self._included.items())
@@ -265,6 +265,8 @@ class Round:
         except TRANSPORT_ERRORS as error:
             reason = "did not answer in time" if isinstance(error, asyncio.TimeoutError) else "was lost"
             self.failed[reducer] = reason
+            if reason == "was lost" and index not in self._streaming:
+                await self.reducer.leave_out(index, reason)  # nothing will come from it: the others need not wait
             raise RoundVoid(f"reducer {str(reducer)[-6:]} {reason}") from error
         except InvalidPart as error:
             self.failed[reducer] = str(error)
@@ -317,3 +319,9 @@ class Round:
             values = np.frombuffer(averaged.payload, dtype=FLOAT32).astype(np.float32)
             self._average[start:stop] = torch.from_numpy(values)
             self._included[start, stop] = sorted(averaged.included)
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Look at the outcome of a duty whose round is over, so that it is not reported as forgotten."""
+    if not task.cancelled():
+        task.exception()
