@@ -39,6 +39,7 @@ from p2p_trainer.throughput import Throughput, inner_step, measure_throughput
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
 from p2p_trainer.view import LiveView, PeerView
 from peers.arena import SharedArena
+from peers.contributed import last_contributed
 from peers.daemon import check_port_free
 from peers.fragments import FragmentLayout, cut, gather_fragment, load_fragment, shift_fragment
 from peers.ledger import Ledger
@@ -60,7 +61,7 @@ from peers.pipe import (
 from peers.process import SwarmHandle, start_swarm
 from peers.settings import Role, SwarmSettings
 
-STOP_SECONDS = 6.0
+STOP_SECONDS = 7.5
 HURRY_SECONDS = 1.0
 PACED_SECONDS = 2.0
 
@@ -412,6 +413,7 @@ class Session:
             else:
                 load_fragment(parameters, layout, fragment, arena.base[where])
         accounts = Accounts(layout=layout, samples=synced.samples, steps=synced.steps, fragments=synced.fragments)
+        self._say_what_was_lost(accounts, prepared.fragments)
         self._log_join(accounts.samples)
         self.metrics.write(
             "throughput",
@@ -461,6 +463,13 @@ class Session:
         )
         return reason
 
+    def _say_what_was_lost(self, accounts: Accounts, saved: list[FragmentMeta] | None) -> None:
+        """What a person who comes back should know: the swarm may have gone on without some of the work."""
+        before = Accounts(layout=accounts.layout, samples=0, steps=0, fragments=saved) if saved is not None else None
+        lost = accounts.dropped_samples - (before.dropped_samples if before is not None else 0.0)
+        if lost >= 1:
+            self.view.status(f"{lost:.0f} samples from before are in no base of the swarm: it went on without them.")
+
     def _measure(self, task: Task, model: nn.Module, manifest: RunManifest, device: torch.device) -> Throughput:
         """Samples per second alone, at the micro-batch chosen; paced if a slower machine is emulated."""
         seed = data_seed(self.target.run_id, "measuring", self.restart)
@@ -488,6 +497,7 @@ class Session:
                 samples=samples,
                 steps=steps,
                 clean=clean,
+                contributed=last_contributed(self.directory.path) if self.role == "training" else (0, 0),
             ),
             prepared.arena,
         )

@@ -319,9 +319,12 @@ class Trainer:
                 self.peer_view.last_round_at = time.time()
                 self.peer_view.last_group_size = fields["group_size"]
                 self.peer_view.last_share = fields["weight_share"]
-                self.peer_view.note = fields["reason"]
-            else:
-                self.peer_view.note = fields["reason"]
+            self.peer_view.note = fields["reason"]
+        elif event.name == "rebase" and fields["dropped_samples"] >= 1:
+            self.peer_view.note = (
+                f"the swarm went on without {fields['dropped_samples']:.0f} of this peer's samples in fragment "
+                f"{fields['fragment']}"
+            )
 
     def _report(self, now: float) -> None:
         accounts = self.accounts

@@ -12,7 +12,7 @@ from typing import TypeVar
 from hivemind.p2p import PeerID
 
 from peers.context import RunContext
-from peers.fragment_state import FragmentState
+from peers.fragment_state import FragmentState, counts_at_start
 from peers.lineage import Claim, choose_base
 from peers.messages import BaseAnswer, BaseRequest, BaseRequestHeader
 from peers.pipe import Event, Rebased, Synced, Syncing, Waiting
@@ -28,7 +28,7 @@ FETCH_BYTES_PER_SECOND = 20_000.0
 """A donor slower than this is given up for another."""
 BLAME_SECONDS = 10.0
 KEEPER_SECONDS = 5.0
-"""A serving peer follows the swarm by one fragment at a time, this often."""
+"""A serving peer follows the swarm by one fragment at a time, this often; at once if somebody leaves."""
 SYNC_ROUNDS_BETWEEN_NOTES = 10
 
 Item = TypeVar("Item")
@@ -45,8 +45,11 @@ class BaseKeeper:
         self._blamed: dict[tuple[str, bytes], float] = {}
         self._last_keep = 0.0
 
-    async def sync(self, samples: int, steps: int) -> None:
-        """Fetch the bases that we lack or that are behind, and tell the training process where it stands."""
+    async def sync(self, samples: int, steps: int, contributed: tuple[int, int]) -> None:
+        """Fetch the bases that we lack or that are behind, and tell the training process where it stands.
+
+        :param contributed: cumulative samples and steps of our last contribution
+        """
         keep = [state.version >= 0 for state in self._run.fragments]
         expected = sum(2 * 4 * state.size for state in self._run.fragments)
         received = 0
@@ -77,15 +80,14 @@ class BaseKeeper:
                 await self._presence.refresh()
 
         await asyncio.gather(*(complete(state) for state in self._run.fragments))
-        counted = max(span.samples for state in self._run.fragments for span in state.ledger.spans)
-        if counted > samples:
-            # The swarm holds work of ours that our checkpoint does not know: what we restored is older than that.
-            samples = counted
-            steps = max(span.steps for state in self._run.fragments for span in state.ledger.spans)
+        counts = counts_at_start(self._run.fragments, (samples, steps), contributed)
+        if counts[0] > samples:
+            # We contributed work that our checkpoint does not know: what we restored is older than that.
             keep = [False] * len(keep)
+        samples, steps = counts
         for state in self._run.fragments:
             if not keep[state.index]:
-                state.ledger = state.ledger.drop(samples, steps)
+                state.drop_undecided(samples, steps)
         self._run.training.send(
             Synced(fragments=[state.meta for state in self._run.fragments], keep=keep, samples=samples, steps=steps)
         )
@@ -120,7 +122,7 @@ class BaseKeeper:
         behind = [
             state for state in self._run.fragments if not state.busy.locked() and self.better_claim(state) is not None
         ]
-        if self._run.settings.role == "serving" and behind:
+        if self._run.settings.role == "serving" and behind and not self._presence.leaving():
             now = self._run.clock.now()
             if now - self._last_keep < KEEPER_SECONDS:
                 return
@@ -137,6 +139,7 @@ class BaseKeeper:
             if claim is None:
                 return
             before, began = state.version, self._run.clock.now()
+            dropped = state.ledger.dropped_element_samples()
             fetched = await self._fetch(state, claim, lambda _: None)
             if fetched is None:
                 return
@@ -154,6 +157,7 @@ class BaseKeeper:
                         "digest": state.digest.hex(),
                         "donor": fetched.donor,
                         "kept_progress": keep,
+                        "dropped_samples": (state.ledger.dropped_element_samples() - dropped) / state.size,
                         "seconds": self._run.clock.now() - began,
                         "bytes_received": fetched.bytes_received,
                     },
@@ -177,11 +181,7 @@ class BaseKeeper:
             if other == claim and (peer, claim.digest) not in self._blamed
         ]
         random.shuffle(donors)
-        request = BaseRequest(
-            BaseRequestHeader(
-                fragment=state.index, version=claim.version, digest=claim.digest, known_version=state.version
-            )
-        )
+        request = BaseRequest(BaseRequestHeader(fragment=state.index, version=claim.version, digest=claim.digest))
         limit_seconds = FETCH_IDLE_SECONDS + 2 * 4 * state.size / FETCH_BYTES_PER_SECOND
         async with self._fetching:
             for donor in donors:

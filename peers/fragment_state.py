@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,8 +13,9 @@ from peers.arena import SharedArena
 from peers.fragments import FragmentLayout
 from peers.ledger import Ledger
 from peers.lineage import Claim
-from peers.messages import MAX_RECEIPTS, AveragedPart, Receipt, extend_history
+from peers.messages import MAX_RECEIPTS, AveragedPart, Contributor, Receipt, extend_history
 from peers.outer import NO_HISTORY, Nesterov, base_digest
+from peers.past import Milestone, Past
 from peers.pipe import FragmentMeta, SnapshotTaken
 from peers.round import RoundPlan, element_samples, receipt_for
 from peers.transfer import FetchedBase, FrozenBase
@@ -32,16 +33,6 @@ class NextBase:
     history: bytes
     base: torch.Tensor
     momentum: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Milestone:
-    """Our account as of one version of one line of bases."""
-
-    version: int
-    digest: bytes
-    history: bytes
-    ledger: Ledger
 
 
 class FragmentState:
@@ -69,6 +60,10 @@ class FragmentState:
         """A snapshot that came too late for the round it was meant for; good for the next."""
         self.uncertain = False
         """Whether a contribution of ours may be in a base that we do not have."""
+        self.undecided: Ledger | None = None
+        """The account before we dropped, at our start, work of which we do not know whether it arrived."""
+        self.first_tick: int | None = None
+        """Of our first contribution since our start; what receipts of earlier ticks name is from before it."""
         self.unresolved_mates: frozenset[str] = frozenset()
         self.backed_until = 0.0
         self.backers = 1
@@ -90,13 +85,25 @@ class FragmentState:
             ledger=self.ledger.to_json(),
         )
 
+    @property
+    def record(self) -> FragmentMeta:
+        """``meta`` with what we remember of the line behind it."""
+        past = Past(
+            receipts=tuple(self.receipts), history_before=self.history_before, milestones=tuple(self.milestones)
+        )
+        return replace(self.meta, past=past)
+
     def restore(self, meta: FragmentMeta) -> None:
         """Take over the description of the base that lies in the arena."""
         self.version, self.digest = meta.version, meta.digest
         self.total_element_samples = meta.total_element_samples
         self.history = self.history_before = meta.history
         self.ledger = Ledger.from_json(meta.ledger)
-        self._remember()
+        if meta.past is not None:
+            self.receipts, self.history_before = list(meta.past.receipts), meta.past.history_before
+            self.milestones.extend(meta.past.milestones)
+        if not self.milestones or self.milestones[-1].history != self.history:
+            self._remember()
 
     def contribution(self) -> torch.Tensor:
         """Local parameters minus base as of the snapshot: a new float32 tensor ``(size,)``."""
@@ -159,12 +166,17 @@ class FragmentState:
         answers we missed are in it. What was credited in a line that we leave is dropped. If we cannot know what
         became of a contribution, progress is dropped: a sample may be lost, but none counts twice.
         """
-        ancestor = self._common_ancestor(fetched)
+        line = _line(fetched)
+        ancestor = self._common_ancestor(line)
         since = self.version
         if ancestor is not None:
             since = ancestor.version
             if ancestor.version < self.version:
                 self.ledger = self.ledger.abandon(ancestor.ledger)
+        elif self.version in line or fetched.claim.version < self.version:
+            # It left ours before anything that we remember: nothing of what we were credited is known to be in it.
+            since = min(self.version, *line)
+            self.ledger = self.ledger.abandon(Ledger.open(self.size))
         keep = ancestor is not None or not self.uncertain
         held: list[tuple[int, int]] = []
         for receipt in fetched.receipts:
@@ -175,7 +187,7 @@ class FragmentState:
                 held.extend(ranges)
             elif not self.ledger.knows(ranges, entry.samples):
                 keep = False  # counted from a snapshot that we no longer have
-            self.ledger = self.ledger.credit(ranges, entry.samples, entry.steps)
+            self._credit(ranges, entry, receipt.tick)
         self._set_reference(held)
         self.receipts = list(fetched.receipts)
         self.history_before = fetched.history_before
@@ -192,13 +204,27 @@ class FragmentState:
         )
         return keep
 
-    def _common_ancestor(self, fetched: FetchedBase) -> Milestone | None:
-        """The newest version that the fetched line and ours have in common, if both remember that far."""
-        history = fetched.history_before
-        line = {fetched.claim.version - len(fetched.receipts): history}
-        for receipt in fetched.receipts:
-            history = extend_history(history, receipt)
-            line[receipt.version] = history
+    def contributes(self, tick: int) -> None:
+        """A contribution of ours is about to be sent."""
+        self.uncertain = True
+        if self.first_tick is None:
+            self.first_tick = tick
+
+    def drop_undecided(self, samples: int, steps: int) -> None:
+        """Drop work up to the cumulative counts, of which we do not know whether it is in a base already."""
+        self.undecided = self.ledger
+        self.ledger = self.ledger.drop(samples, steps)
+
+    def _credit(self, ranges: Sequence[tuple[int, int]], entry: Contributor, tick: int) -> None:
+        """A receipt says that our work up to the entry's counts is in the base; also work that we gave up for lost."""
+        self.ledger = self.ledger.credit(ranges, entry.samples, entry.steps)
+        if self.undecided is not None and (self.first_tick is None or tick < self.first_tick):
+            after = self.undecided.credit(ranges, entry.samples, entry.steps)
+            self.ledger = self.ledger.recover(self.undecided, after)
+            self.undecided = after
+
+    def _common_ancestor(self, line: Mapping[int, bytes]) -> Milestone | None:
+        """The newest version that another line and ours have in common, if both remember that far."""
         for milestone in reversed(self.milestones):
             if line.get(milestone.version) == milestone.history:
                 return milestone
@@ -234,3 +260,27 @@ class FragmentState:
     def ancestors(self) -> frozenset[bytes]:
         """Digests of the bases before this one that we remember."""
         return frozenset(milestone.digest for milestone in self.milestones) - {self.digest}
+
+
+def _line(fetched: FetchedBase) -> dict[int, bytes]:
+    """The history at every version that a fetched base's receipts tell of."""
+    history = fetched.history_before
+    line = {fetched.claim.version - len(fetched.receipts): history}
+    for receipt in fetched.receipts:
+        history = extend_history(history, receipt)
+        line[receipt.version] = history
+    return line
+
+
+def counts_at_start(
+    fragments: Iterable[FragmentState], saved: tuple[int, int], contributed: tuple[int, int]
+) -> tuple[int, int]:
+    """Cumulative samples and steps to count on from, so that no two pieces of work carry the same numbers.
+
+    :param saved: those of the checkpoint
+    :param contributed: those of the last contribution
+    """
+    spans = [span for state in fragments for span in state.ledger.spans]
+    samples = max(saved[0], contributed[0], *(span.samples for span in spans))
+    steps = max(saved[1], contributed[1], *(span.steps for span in spans))
+    return samples, steps

@@ -7,8 +7,9 @@ without us leaves exactly that stretch pending, and the next contribution covers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +80,34 @@ class Ledger:
 
     def abandon(self, ancestor: Ledger) -> Ledger:
         """Leave the line of bases since ``ancestor`` was our ledger: what was credited in it since is dropped."""
-        result: list[Span] = []
-        for span in self.spans:
-            for old in ancestor.spans:
-                low, high = max(span.start, old.start), min(span.stop, old.stop)
-                if low < high:
-                    credited = min(span.credited, old.credited)
-                    result.append(replace(span, start=low, stop=high, credited=credited))
-        return Ledger(_merge(result))
+        return Ledger(
+            _merge(
+                [
+                    replace(span, start=start, stop=stop, credited=min(span.credited, old.credited))
+                    for start, stop, (span, old) in _aligned(self, ancestor)
+                ]
+            )
+        )
+
+    def recover(self, before: Ledger, after: Ledger) -> Ledger:
+        """Work that was dropped because its fate was not known turns out to be in the base.
+
+        :param before: the account from before it was dropped
+        :param after: that account with what was credited since
+        """
+        return Ledger(
+            _merge(
+                [
+                    replace(
+                        span,
+                        start=start,
+                        stop=stop,
+                        credited=min(span.samples, span.credited + late.credited - early.credited),
+                    )
+                    for start, stop, (span, early, late) in _aligned(self, before, after)
+                ]
+            )
+        )
 
     def knows(self, ranges: Iterable[tuple[int, int]], samples: int) -> bool:
         """Whether everything up to the cumulative count is accounted for in these element ranges."""
@@ -141,6 +162,17 @@ class Ledger:
                 for start, stop, samples, steps, credited in rows
             )
         )
+
+
+def _aligned(*ledgers: Ledger) -> Iterator[tuple[int, int, tuple[Span, ...]]]:
+    """The ranges in which no ledger changes, each with every ledger's span there."""
+    cuts = sorted({cut for ledger in ledgers for span in ledger.spans for cut in (span.start, span.stop)})
+    positions = [0] * len(ledgers)
+    for start, stop in pairwise(cuts):
+        for index, ledger in enumerate(ledgers):
+            while ledger.spans[positions[index]].stop <= start:
+                positions[index] += 1
+        yield start, stop, tuple(ledger.spans[at] for ledger, at in zip(ledgers, positions, strict=True))
 
 
 def _merge(spans: Sequence[Span]) -> tuple[Span, ...]:

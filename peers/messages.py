@@ -9,6 +9,7 @@ hivemind's ServicerBase moves. What the schemas do not stop: well-formed lies.
 rpc                    request                                               answer
 =====================  ====================================================  ==============================
 rpc_time               Ask                                                   Clock
+rpc_look               Ask ("my records have changed")                       Clock
 rpc_join_group         hivemind's JoinRequest (gather = RoundAnnouncement)   hivemind's MessageFromLeader
 rpc_average            stream of Part, in part order                         stream of Average, in part order
 rpc_base               BaseRequest                                           BaseHeader, then BaseChunk
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgpack
@@ -106,13 +108,23 @@ def extend_history(history: bytes, receipt: Receipt) -> bytes:
     return hashlib.sha256(history + packed).digest()
 
 
+def pack_receipts(receipts: Sequence[Receipt]) -> bytes:
+    """For keeping them."""
+    packed: bytes = msgpack.packb([receipt.model_dump() for receipt in receipts], use_bin_type=True)
+    return packed
+
+
+def unpack_receipts(packed: bytes) -> tuple[Receipt, ...]:
+    """:raises ValueError: not what ``pack_receipts`` made"""
+    return tuple(Receipt.model_validate(row) for row in msgpack.unpackb(packed, raw=False))
+
+
 class BaseRequestHeader(Header):
-    """Asks for the base of one fragment, and for receipts of the versions after ``known_version``."""
+    """Asks for the base of one fragment."""
 
     fragment: Annotated[int, Field(ge=0, le=255)]
     version: Version
     digest: Digest
-    known_version: Annotated[int, Field(ge=-1, le=2**40)]
 
 
 class BaseHeader(Header):

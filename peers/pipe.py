@@ -17,17 +17,22 @@ from typing import Any
 from dht_config.errors import P2PTrainerError
 from dht_config.records import SignedManifest
 from peers.fragments import FragmentLayout
+from peers.past import Past
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentMeta:
-    """What belongs to a fragment's base besides its tensors; ``ledger`` as from ``Ledger.to_json``."""
+    """What belongs to a fragment's base besides its tensors; ``ledger`` as from ``Ledger.to_json``.
+
+    ``past`` is there where the whole state is handed over, for a checkpoint or from one.
+    """
 
     version: int
     digest: bytes
     total_element_samples: int
     history: bytes
     ledger: list[list[int]]
+    past: Past | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint's meta."""
@@ -37,6 +42,7 @@ class FragmentMeta:
             "total_element_samples": self.total_element_samples,
             "history": self.history.hex(),
             "ledger": self.ledger,
+            "past": self.past.to_json() if self.past is not None else None,
         }
 
     @classmethod
@@ -47,6 +53,7 @@ class FragmentMeta:
             total_element_samples=row["total_element_samples"],
             history=bytes.fromhex(row["history"]),
             ledger=row["ledger"],
+            past=Past.from_json(row["past"]) if row.get("past") else None,
         )
 
 
@@ -59,6 +66,7 @@ class Configure:
 
     ``fragments`` describes the bases that lie in the arena, or is None when they must be fetched.
     ``clean`` says that no contribution of ours can be under way since the bases were saved.
+    ``contributed`` are the cumulative counts (samples, steps) of our last contribution, in whatever start.
     """
 
     layout: FragmentLayout
@@ -67,6 +75,7 @@ class Configure:
     samples: int
     steps: int
     clean: bool
+    contributed: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Literal
 
@@ -22,7 +22,9 @@ from dht_config.records import FragmentClaim, PeerProfile, SwarmState, software_
 from peers.context import RunContext
 from peers.daemon import answers_elsewhere, dial, refuses
 from peers.door import remember_addresses, remembered_addresses, set_clock
+from peers.lineage import Claim
 from peers.membership import Member, View, read_view
+from peers.messages import Ask, AskHeader
 from peers.pipe import Event
 from peers.round import TRANSPORT_ERRORS, RoundVoid
 
@@ -39,6 +41,9 @@ CLOCK_SECONDS = 60.0
 DIALS_AT_ONCE = 8
 ADDRESSES_PER_PEER = 4
 ALONE_NEIGHBOURS = 4
+LOOK_SECONDS = 0.5
+HAND_OVER_POLL_SECONDS = 0.25
+HAND_OVER_PEERS = 8
 
 Status = Literal["syncing", "training", "serving", "leaving"]
 
@@ -63,6 +68,7 @@ class Presence:
         self._joined_at = run.clock.now()
         self._heard_at = self._joined_at if heard_from_others else float("-inf")
         self._last_expiration = 0.0
+        self._looked_at = 0.0
 
     @property
     def first_status(self) -> Status:
@@ -225,6 +231,42 @@ class Presence:
         await self.look_for_dead(left)
         return bool(self.view.members) and all(peer in self._dead for peer in left)
 
+    def leaving(self) -> frozenset[str]:
+        """Peers that said goodbye a moment ago: what only they hold must be fetched now or never."""
+        return frozenset(peer for peer, member in self.view.members.items() if member.profile.status == "leaving")
+
+    def look(self) -> None:
+        """Somebody says that its records have changed: read them now. At most once in LOOK_SECONDS."""
+        now = self._run.clock.now()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self.changed.set()
+
+    async def hand_over(self) -> None:
+        """Having said goodbye: wait until somebody who stays announces bases as good as ours, if anybody stays.
+
+        Returns at once if there is nobody to wait for. The caller limits the time.
+        """
+        fragments = [state for state in self._run.fragments if state.version >= 0]
+        told: set[str] = set()
+        while True:
+            await self.refresh()
+            staying = {peer: member for peer, member in self.view.members.items() if peer not in self.leaving()}
+            if not staying or all(
+                any(claim.rank >= state.claim.rank for claim in _claims_of(staying.values(), state.index))
+                for state in fragments
+            ):
+                return
+            fresh = [peer for peer in staying if peer not in told][:HAND_OVER_PEERS]
+            told.update(fresh)
+            for peer in fresh:
+                self._run.tasks.spawn(self._tell(peer))
+            await asyncio.sleep(HAND_OVER_POLL_SECONDS)
+
+    async def _tell(self, peer: str) -> None:
+        with suppress(*TRANSPORT_ERRORS):
+            await self._run.stub(PeerID.from_base58(peer)).rpc_look(Ask(AskHeader()))
+
     async def keep(self, on_news: Callable[[], None]) -> None:
         published = manifest_published = reached_out = self._run.clock.now()
         period = max(0.25, self._run.schedule.tick_seconds / 2)
@@ -260,3 +302,7 @@ class Presence:
             peers = [PeerID.from_base58(peer) for peer in self.view.members]
             random.shuffle(peers)
             await set_clock(self._run.clock, self._run.stub, peers, newcomer=False)
+
+
+def _claims_of(members: Iterable[Member], fragment: int) -> Iterator[Claim]:
+    return (member.claims[fragment] for member in members if fragment < len(member.claims))

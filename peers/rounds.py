@@ -14,6 +14,7 @@ from dht_config.keys import matchmaking_prefix
 from dht_config.records import RoundAnnouncement, sign_announcement
 from peers.bases import BaseKeeper
 from peers.context import RunContext
+from peers.contributed import note_contributed
 from peers.fragment_state import FragmentState, NextBase
 from peers.grouping import FragmentMatchmaking, GroupSearch, NodeAsDHT
 from peers.ledger import PendingSpan
@@ -175,6 +176,7 @@ class RoundKeeper:
         report["weight_share"] = weights[own_index] / sum(weights) if sum(weights) else 0.0
         if not sum(weights):
             raise RoundVoid("nobody in the group has samples to contribute")
+        note_contributed(self._run.settings.run_directory, taken.samples, taken.steps)
         began = self._run.clock.now()
         if len(members) == 1:
             average = contribution
@@ -258,7 +260,7 @@ class RoundKeeper:
         waiting.set_result(current)
         asyncio.get_running_loop().call_later(2 * wait + REGISTER_SECONDS, self._rounds.pop, plan.group_id, None)
         state.unresolved_mates |= {str(member.peer_id) for member in plan.members}
-        state.uncertain = True
+        state.contributes(plan.tick)
         began = self._run.clock.now()
         try:
             result = await current.run()

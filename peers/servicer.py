@@ -29,13 +29,20 @@ class BaseDesk(Protocol):
     def answer_base(self, request: BaseRequest, remote_id: PeerID) -> AsyncIterator[BaseAnswer]: ...
 
 
+class PresenceDesk(Protocol):
+    """Is told that somebody's records have changed."""
+
+    def look(self) -> None: ...
+
+
 class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
-    """What other peers can call. ``rounds`` and ``bases`` are set once there are any."""
+    """What other peers can call. ``rounds``, ``bases`` and ``presence`` are set once there are any."""
 
     def __init__(self, clock: SwarmClock) -> None:
         self._clock = clock
         self.rounds: RoundDesk | None = None
         self.bases: BaseDesk | None = None
+        self.presence: PresenceDesk | None = None
 
     @classmethod
     def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None) -> StubBase:
@@ -44,6 +51,11 @@ class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no ty
         return super().get_stub(p2p, peer, namespace=rpc_namespace(prefix.group(1)) if prefix else namespace)
 
     async def rpc_time(self, request: Ask, context: P2PContext) -> Clock:
+        return Clock(ClockHeader(seconds=self._clock.now()))
+
+    async def rpc_look(self, request: Ask, context: P2PContext) -> Clock:
+        if self.presence is not None:
+            self.presence.look()
         return Clock(ClockHeader(seconds=self._clock.now()))
 
     async def rpc_join_group(

@@ -40,7 +40,6 @@ from peers.pipe import (
     Configure,
     Connected,
     Failed,
-    FragmentMeta,
     Progress,
     Quiesce,
     Rebased,
@@ -59,6 +58,8 @@ from peers.training_link import TrainingLink
 
 WRITE_SECONDS = 60.0
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_BODY_BYTES + 64
+LEAVE_SECONDS = 6.0
+"""For everything up to the goodbye and the handing over; its parts:"""
 LEAVE_ROUND_SECONDS = 3.0
 LEAVE_GOODBYE_SECONDS = 1.5
 LEAVE_CHANGE_SECONDS = 1.0
@@ -103,7 +104,7 @@ class Swarm:
             await self._tasks.cancel(LEAVE_CHANGE_SECONDS)
             await p2p.shutdown()
         clean = not any(state.uncertain for state in self._fragments)
-        self._training.send(Stopped(self._metas(), clean))
+        self._training.send(Stopped([state.record for state in self._fragments], clean))
 
     async def _live_until_stopped(self, p2p: P2P) -> None:
         """:raises SwarmProcessDied: the daemon ended by itself"""
@@ -128,13 +129,13 @@ class Swarm:
         presence = self._presence = Presence(run, heard_from_others=heard)
         bases = BaseKeeper(run, presence)
         rounds = RoundKeeper(run, presence, bases)
-        self._servicer.rounds, self._servicer.bases = rounds, bases
+        self._servicer.rounds, self._servicer.bases, self._servicer.presence = rounds, bases, presence
         await presence.refresh()
         await presence.refuse_twin()
         await presence.publish_manifest()
         await presence.publish(presence.first_status)
         await presence.refresh()
-        await bases.sync(configure.samples, configure.steps)
+        await bases.sync(configure.samples, configure.steps, configure.contributed)
         presence.changed.set()
         await asyncio.gather(presence.keep(on_news=bases.catch_up), presence.keep_clock(), rounds.keep_ticks())
 
@@ -206,11 +207,16 @@ class Swarm:
         return context, bool(known), configure
 
     async def _leave(self) -> None:
-        """Let rounds that are under way end, say goodbye; never longer than a few seconds."""
+        """Let rounds that are under way end, say goodbye, hand our bases over; never longer than a few seconds."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + LEAVE_SECONDS
         await self._tasks.settle(LEAVE_ROUND_SECONDS)
-        if self._presence is not None:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._presence.publish("leaving"), LEAVE_GOODBYE_SECONDS)
+        if self._presence is None:
+            return
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._presence.publish("leaving"), LEAVE_GOODBYE_SECONDS)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._presence.hand_over(), give_up - loop.time())
 
     def configured(self, configure: Configure, arena: SharedArena) -> None:
         """``Configure`` came, and the arena's descriptor with it."""
@@ -232,9 +238,6 @@ class Swarm:
             self._training.resume()
         elif isinstance(message, Stop) and not self._stop.done():
             self._stop.set_result(message.reason)
-
-    def _metas(self) -> list[FragmentMeta]:
-        return [state.meta for state in self._fragments]
 
 
 def _fragments(configure: Configure, arena: SharedArena, count: int) -> tuple[FragmentState, ...]:

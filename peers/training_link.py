@@ -89,7 +89,7 @@ class TrainingLink:
         for state in fragments:
             await state.content.acquire()
             self._quiet.append(state)
-        self.send(Quiet([state.meta for state in fragments]))
+        self.send(Quiet([state.record for state in fragments]))
 
     def resume(self) -> None:
         """Bases may change again."""

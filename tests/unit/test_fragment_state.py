@@ -6,6 +6,8 @@ a base does not hold yet can be read off the parameters as well as off the ledge
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peers.arena import SharedArena
-from peers.fragment_state import FragmentState
+from peers.fragment_state import FragmentState, counts_at_start
 from peers.fragments import FragmentLayout
 from peers.ledger import Ledger, PendingSpan
 from peers.messages import MAX_RECEIPTS, AveragedPart, extend_history
@@ -51,6 +53,29 @@ class Peer:
         )
         self.parameters = zeros.clone()
         self.samples = 0
+        self.contributed = 0
+        self.save()
+
+    def save(self) -> None:
+        """A checkpoint, through JSON as on the disk."""
+        record = json.loads(json.dumps(self.state.record.to_json()))
+        tensors = self.state.base.clone(), self.state.momentum.clone(), self.parameters.clone()
+        self.saved = self.samples, record, tensors
+
+    def restart(self, *, clean: bool) -> None:
+        """Begin again from the checkpoint, as ``BaseKeeper.sync`` does. A snapshot does not survive that."""
+        samples, record, (base, momentum, parameters) = self.saved
+        self.state = FragmentState(0, LAYOUT, SharedArena.create(SIZE))
+        self.state.base.copy_(base)
+        self.state.momentum.copy_(momentum)
+        self.state.snapshot.copy_(base)
+        self.state.restore(FragmentMeta.from_json(record))
+        self.state.uncertain = not clean
+        self.parameters = parameters.clone()
+        self.samples, _ = counts_at_start([self.state], (samples, samples), (self.contributed, self.contributed))
+        if self.samples > samples:
+            self.parameters = base.clone()
+            self.state.drop_undecided(self.samples, self.samples)
 
     @property
     def own_id(self) -> bytes:
@@ -154,10 +179,13 @@ def average_of(peers: Sequence[Peer], parts: Sequence[AveragedPart]) -> torch.Te
     return torch.where(weights > 0, average / weights, 0.0).float()
 
 
-def plan_of(peers: Sequence[Peer], tick: int = 0) -> RoundPlan:
+ticks = itertools.count()
+
+
+def plan_of(peers: Sequence[Peer]) -> RoundPlan:
     return RoundPlan(
         group_id=b"group of a test",
-        tick=tick,
+        tick=next(ticks),
         fragment=0,
         size=SIZE,
         members=tuple(peer.member() for peer in peers),
@@ -180,7 +208,9 @@ def hold(
     ]
     plan, average = plan_of(peers), average_of(peers, parts)
     for index, peer in enumerate(peers):
-        peer.state.uncertain = True
+        peer.state.contributes(plan.tick)
+        assert peer.state.taken is not None
+        peer.contributed = peer.state.taken.samples
         if index in committing:
             peer.commit(plan, average, parts)
     return parts
@@ -369,6 +399,59 @@ def test_a_missed_round_of_the_line_that_wins_counts_although_we_committed_a_riv
     assert first.counts == (8 * SIZE, 0, 0)
 
 
+def test_what_was_credited_in_a_line_that_is_left_is_dropped_although_everybody_was_restarted(
+    pair: tuple[Peer, Peer],
+) -> None:
+    first, second = pair
+    hold(pair, [[0, 1]], committing=[0, 1])
+    first.train(5)
+    hold([first], [[0]], committing=[0])  # it leaves as the last one, and nobody has its base
+    second.train(9)
+    hold([second], [[0]], committing=[0])
+    for peer in pair:
+        peer.save()
+        peer.restart(clean=True)
+    first.train(2)
+    assert first.adopt(second)
+    assert first.counts == (8 * SIZE, 5 * SIZE, 2 * SIZE)
+
+
+def test_work_from_after_the_checkpoint_counts_once_it_is_known_to_have_arrived(pair: tuple[Peer, Peer]) -> None:
+    first, second = pair
+    first.save()
+    first.train(10)
+    hold(pair, [[0, 1]], committing=[1])
+    first.restart(clean=False)  # killed in the round: it cannot know that the other one committed it
+    assert (first.samples, first.counts) == (18, (0, 18 * SIZE, 0)), "the numbers up to 18 are used up"
+    first.train(3)
+    assert first.adopt(second)
+    assert first.counts == (18 * SIZE, 0, 3 * SIZE)
+
+
+def test_work_from_after_the_checkpoint_stays_dropped_if_it_never_arrived(pair: tuple[Peer, Peer]) -> None:
+    first, second = pair
+    first.save()
+    first.train(10)
+    hold(pair, [[1]], committing=[1])
+    first.restart(clean=False)
+    first.train(3)
+    assert first.adopt(second)
+    hold(pair, [[0, 1]], committing=[0, 1])
+    assert first.counts == (3 * SIZE, 18 * SIZE, 0)
+
+
+def test_a_line_that_left_ours_before_all_that_we_remember_holds_none_of_our_credit(pair: tuple[Peer, Peer]) -> None:
+    first, second = pair
+    for _ in range(MAX_RECEIPTS + 1):
+        first.train(1)
+        hold([first], [[0]], committing=[0])
+    second.train(200)
+    for _ in range(MAX_RECEIPTS + 2):
+        hold([second], [[0]], committing=[0])
+    assert first.adopt(second)
+    assert first.counts == (0, (8 + MAX_RECEIPTS + 1) * SIZE, 0)
+
+
 def test_a_line_whose_branching_is_not_remembered_leaves_the_account_as_it_is(pair: tuple[Peer, Peer]) -> None:
     first, second = pair
     hold([first], [[0]], committing=[0])
@@ -391,9 +474,10 @@ def test_what_is_announced_and_saved_describes_the_base(pair: tuple[Peer, Peer])
     hold(pair, [[0, 1]], committing=[0, 1])
     restored = FragmentState(0, LAYOUT, SharedArena.create(SIZE))
     assert restored.version == -1
-    restored.restore(first.state.meta)
+    restored.restore(FragmentMeta.from_json(json.loads(json.dumps(first.state.record.to_json()))))
     assert restored.claim == first.state.claim
     assert restored.ledger == first.state.ledger
+    assert restored.record == first.state.record
     assert first.state.claim.total_samples == 12
 
 
@@ -414,7 +498,7 @@ class Step:
 
 PEERS = 3
 some = st.lists(st.integers(0, PEERS - 1), max_size=PEERS).map(tuple)
-kinds = ["train", "train", "round", "round", "round", "fetch", "snapshot", "late snapshot"]
+kinds = ["train", "train", "round", "round", "round", "fetch", "snapshot", "late snapshot", "save", "leave", "crash"]
 
 
 def histories(newest: st.SearchStrategy[int]) -> st.SearchStrategy[list[Step]]:
@@ -454,6 +538,16 @@ class Run:
         elif step.kind == "fetch":
             for peer in chosen:
                 self.fetch(peer, step.newest)
+        elif step.kind == "save":
+            for peer in chosen:
+                peer.save()
+        elif step.kind == "leave":
+            for peer in chosen:
+                peer.save()
+                peer.restart(clean=not peer.state.uncertain)
+        elif step.kind == "crash":
+            for peer in chosen:
+                peer.restart(clean=False)
         elif chosen:
             self.round(chosen, step)
         for peer in self.peers:

@@ -280,6 +280,7 @@ def test_a_servicer_recognises_typings_async_iterator_only() -> None:
 def test_our_servicers_streams_are_streams() -> None:
     assert rpc_types(SwarmServicer) == {
         "rpc_time": (False, False),
+        "rpc_look": (False, False),
         "rpc_join_group": (False, True),
         "rpc_average": (True, True),
         "rpc_base": (False, True),

@@ -84,8 +84,8 @@ BASE = frozen_base(receipts=[receipt(5), receipt(6), receipt(7)])
 CLAIM = Claim(version=7, digest=BASE.digest, total_samples=3)
 
 
-def request(base: FrozenBase = BASE, *, known_version: int = 5, fragment: int = FRAGMENT) -> BaseRequestHeader:
-    return BaseRequestHeader(fragment=fragment, version=base.version, digest=base.digest, known_version=known_version)
+def request(base: FrozenBase = BASE, *, fragment: int = FRAGMENT) -> BaseRequestHeader:
+    return BaseRequestHeader(fragment=fragment, version=base.version, digest=base.digest)
 
 
 async def served(server: BaseServer, asked: BaseRequestHeader) -> list[BaseAnswer]:
@@ -98,11 +98,11 @@ async def served(server: BaseServer, asked: BaseRequestHeader) -> list[BaseAnswe
     return arrived
 
 
-def answers_for(base: FrozenBase = BASE, *, known_version: int = 5) -> list[BaseAnswer]:
+def answers_for(base: FrozenBase = BASE) -> list[BaseAnswer]:
     async def freeze(fragment: int) -> FrozenBase:
         return base
 
-    return asyncio.run(served(BaseServer(freeze), request(base, known_version=known_version)))
+    return asyncio.run(served(BaseServer(freeze), request(base)))
 
 
 def receive(answers: Iterable[BaseAnswer], *, claim: Claim = CLAIM, size: int = SIZE) -> FetchedBase:
@@ -321,7 +321,7 @@ def test_receipts_of_a_big_swarm_still_make_a_header_that_is_accepted() -> None:
     receipts = [receipt(version, contributors=64, parts=32) for version in range(8, 8 + MAX_RECEIPTS)]
     base = frozen_base(receipts[-1].version, receipts=receipts)
     claim = Claim(version=base.version, digest=base.digest, total_samples=3)
-    fetched = receive(answers_for(base, known_version=-1), claim=claim)
+    fetched = receive(answers_for(base), claim=claim)
     versions = [receipt.version for receipt in fetched.receipts]
     assert versions == list(range(versions[0], base.version + 1)), "the newest ones, without a gap"
     assert 5 < len(versions) < MAX_RECEIPTS
