@@ -35,7 +35,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PROTOCOL_VERSION: int = 1
+PROTOCOL_VERSION: int = 2
 """What peers say to each other. Part of the fingerprint: peers of different versions cannot meet."""
 
 EXAMPLES: tuple[str, ...] = ("stdlib-text", "digits")
@@ -179,6 +179,12 @@ class AveragingSection(_Section):
 
     part_bytes: int = Field(default=2 * 1024 * 1024, ge=16 * 1024, le=8 * 1024 * 1024)
     """bytes per message of the all-reduce (16 KiB to 8 MiB); bigger is faster on good links."""
+
+    codec: Literal["float32", "float16", "int8", "int4", "sparse"] = "float32"
+    """how contributions travel: "float32", "float16", "int8", "int4" or "sparse": 4 to 0.03 bytes a parameter."""
+
+    answer_codec: Literal["float32", "float16", "int8", "int4"] = "float32"
+    """how averages travel: "float32", "float16", "int8" or "int4"."""
 
     weighting: Literal["samples"] = "samples"
     """"samples": a contribution counts as much as the samples in it."""

@@ -17,6 +17,7 @@ from peers.messages import MAX_RECEIPTS, AveragedPart, Contributor, Receipt, ext
 from peers.outer import NO_HISTORY, Nesterov, base_digest
 from peers.past import Milestone, Past
 from peers.pipe import FragmentMeta, SnapshotTaken
+from peers.residual import AverageResidual
 from peers.round import RoundPlan, element_samples, receipt_for
 from peers.transfer import FetchedBase, FrozenBase
 
@@ -69,6 +70,7 @@ class FragmentState:
         self.backers = 1
         """Peers that made our base with us; for a while they stand behind it before their records say so."""
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
+        self.average_residual = AverageResidual()
 
     @property
     def claim(self) -> Claim:

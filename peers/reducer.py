@@ -1,28 +1,33 @@
 """One reducer's share of a round: admits parts, averages them, encodes each average once.
 
-Every tensor here comes from a remote peer. It is checked for length, finiteness and magnitude before any counter
-moves. Accumulating never waits for anyone to read an answer. What this does not stop: a plausible but false
-contribution within the magnitude limit.
+Every tensor here comes from a remote peer. It is decoded and checked for magnitude before any counter moves.
+Accumulating never waits for anyone to read an answer. What this does not stop: a plausible but false contribution
+within the magnitude limit.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from peers.codecs import Codec, Float32, MalformedBody
 from peers.ledger import PendingSpan
 from peers.messages import mask_of
+from peers.residual import pack
 
 MAX_ABSOLUTE_DIFFERENCE = 1e4
 """No parameter moves this far between two rounds of an honest peer; float32 sums of such values stay finite."""
 INLINE_ELEMENTS = 1 << 16
 """Below this size, arithmetic on the event loop costs less than a thread hand-over (about 0.1 ms)."""
 FLOAT32 = np.dtype("<f4")
+PLAIN = Float32()
+
+Result = TypeVar("Result")
 
 
 class InvalidPart(ValueError):
@@ -31,9 +36,11 @@ class InvalidPart(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaged:
-    """An averaged part: the bytes that everyone gets, and who is in it (indices and as a mask)."""
+    """An averaged part: the bytes that everyone gets, what they decode to, who is in it (indices and as a mask)."""
 
     payload: bytes
+    values: torch.Tensor
+    """Float32 ``(size,)``."""
     included: frozenset[int]
     mask: bytes
 
@@ -79,15 +86,13 @@ class _OpenPart:
             self.sum[stretch].add_(values[stretch], alpha=piece.weight)
             self.weights[stretch].add_(piece.weight)
 
-    def average(self) -> bytes:
-        """Sum over weights, float32 little endian; elements that nobody has weight in stay 0."""
+    def average(self) -> torch.Tensor:
+        """Sum over weights, float32 ``(size,)``; elements that nobody has weight in stay 0."""
         if self.sum is None:
-            return bytes(self.size * FLOAT32.itemsize)
+            return torch.zeros(self.size)
         if self.weights is not None:
-            mean = torch.where(self.weights > 0, self.sum / self.weights, 0.0)
-        else:
-            mean = self.sum / self.weight if self.weight > 0 else self.sum
-        return mean.numpy().astype(FLOAT32, copy=False).tobytes()
+            return torch.where(self.weights > 0, self.sum / self.weights, 0.0)
+        return self.sum.div_(self.weight) if self.weight > 0 else self.sum
 
 
 class PartReducer:
@@ -97,9 +102,23 @@ class PartReducer:
     :param spans: for each member of the group, its pending spans as signed in its announcement; a member's weight
         in an element is its samples there. The weight on the wire does not exist.
     :param minimum: a part closed with fewer contributions has no average, which voids the round
+    :param codec: how contributions come
+    :param answer_codec: how averages go out
+    :param residual: what earlier averages of these elements left out, or None; it goes into this one
     """
 
-    def __init__(self, ranges: Sequence[tuple[int, int]], spans: Sequence[Sequence[PendingSpan]], minimum: int) -> None:
+    def __init__(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        spans: Sequence[Sequence[PendingSpan]],
+        minimum: int,
+        codec: Codec = PLAIN,
+        answer_codec: Codec = PLAIN,
+        residual: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
+    ) -> None:
+        self._codec, self._answer_codec, self._residual = codec, answer_codec, residual
+        self.left_out: dict[tuple[int, int], bytes] = {}
+        """What this round's averages left out, packed, by element range."""
         self._parts = [_OpenPart(start, stop) for start, stop in ranges]
         self._spans = spans
         self._minimum = minimum
@@ -115,10 +134,10 @@ class PartReducer:
         return self._parts[part].result
 
     def decode(self, part: int, body: bytes | memoryview) -> torch.Tensor:
-        """Check a contribution's body and view it as float32 ``(size,)``. :raises InvalidPart: with the reason."""
+        """Check a contribution's body and decode it to float32 ``(size,)``. :raises InvalidPart: with the reason."""
         if not 0 <= part < len(self._parts):
             raise InvalidPart(f"part {part} of {len(self._parts)}")
-        return decode_values(body, self._parts[part].size)
+        return decode_values(self._codec, body, self._parts[part].size)
 
     async def add(self, member: int, part: int, values: torch.Tensor) -> None:
         """Count a member's values in a part, unless the member was left out or the part is closed."""
@@ -130,10 +149,7 @@ class PartReducer:
         async with part.lock:
             if part.result.done() or member not in self.expected or member in part.included:
                 return
-            if part.size <= INLINE_ELEMENTS:
-                part.add(values, pieces)
-            else:
-                await asyncio.to_thread(part.add, values, pieces)
+            await off_loop(part.size, part.add, values, pieces)
             part.included.add(member)
         await self._close_if_complete(part)
 
@@ -166,10 +182,7 @@ class PartReducer:
             part.result.exception()  # read here, so that a part nobody asks for is not reported as unhandled
             return
         try:
-            if part.size <= INLINE_ELEMENTS:
-                payload = part.average()
-            else:
-                payload = await asyncio.shield(asyncio.to_thread(part.average))
+            values, payload = await off_loop(part.size, self._encode, part)
         except (MemoryError, RuntimeError) as error:
             part.result.set_exception(InvalidPart(f"could not be averaged: {error}"))
             part.result.exception()
@@ -178,10 +191,24 @@ class PartReducer:
         part.result.set_result(
             Averaged(
                 payload=payload,
+                values=values,
                 included=frozenset(part.included),
                 mask=mask_of(part.included, len(self._spans)),
             )
         )
+
+    def _encode(self, part: _OpenPart) -> tuple[torch.Tensor, bytes]:
+        """Average and encode a part, once for everyone: what they decode it to, and the bytes."""
+        mean = part.average()
+        if self._answer_codec.lossless:
+            return mean, self._answer_codec.encode(mean)
+        before = self._residual(part.start, part.stop)
+        if before is not None:
+            mean.add_(before)
+        payload = self._answer_codec.encode(mean)
+        decoded = self._answer_codec.decode(payload, part.size)
+        self.left_out[part.start, part.stop] = pack(mean.sub_(decoded))
+        return decoded, payload
 
     def _pieces(self, member: int, part: _OpenPart) -> list[_Piece]:
         pieces = []
@@ -192,23 +219,31 @@ class PartReducer:
         return pieces
 
 
-def decode_values(body: bytes | memoryview, size: int) -> torch.Tensor:
-    """Float32 little-endian bytes as a tensor ``(size,)``; not copied, so not to be written to.
+async def off_loop(elements: int, work: Callable[..., Result], *arguments: Any) -> Result:
+    """Do arithmetic on so many elements: in a thread, unless the hand-over would cost more. Finished in any case."""
+    if elements <= INLINE_ELEMENTS:
+        return work(*arguments)
+    return await asyncio.shield(asyncio.to_thread(work, *arguments))
 
-    :raises InvalidPart: wrong length, NaN or inf, or a magnitude no honest difference has.
+
+def decode_values(codec: Codec, body: bytes | memoryview, size: int) -> torch.Tensor:
+    """A remote peer's bytes as float32 ``(size,)``; possibly a view of them, so not to be written to.
+
+    :raises InvalidPart: not an encoding of so many values, or a magnitude no honest difference has.
     """
-    if len(body) != size * FLOAT32.itemsize:
-        raise InvalidPart(f"{len(body)} bytes instead of {size * FLOAT32.itemsize}")
-    values = np.frombuffer(body, dtype=FLOAT32)
+    try:
+        values = codec.decode(body, size)
+    except MalformedBody as error:
+        raise InvalidPart(str(error)) from error
     check_values(values)
-    return torch.from_numpy(values.astype(np.float32, copy=not values.flags.writeable))
+    return values
 
 
-def check_values(values: npt.NDArray[np.float32]) -> None:
+def check_values(values: torch.Tensor) -> None:
     """Our own contribution is held to it as well: a model that diverged must not break everyone's base.
 
     :raises InvalidPart: NaN or inf, or a magnitude no honest difference has.
     """
-    largest = float(np.abs(values).max()) if values.size else 0.0
+    largest = float(values.abs().max()) if values.numel() else 0.0
     if not largest <= MAX_ABSOLUTE_DIFFERENCE:  # also true for NaN
         raise InvalidPart(f"values up to {largest:g}")

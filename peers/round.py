@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
+from peers.codecs import Codec
 from peers.ledger import PendingSpan
 from peers.messages import (
     Average,
@@ -31,7 +31,7 @@ from peers.messages import (
     Receipt,
     indices_of,
 )
-from peers.reducer import FLOAT32, InvalidPart, PartReducer, check_values, decode_values
+from peers.reducer import PLAIN, InvalidPart, PartReducer, check_values, decode_values, off_loop
 
 CallReducer = Callable[[PeerID, AsyncIterator[Part]], Awaitable[AsyncIterator[Average]]]
 TRANSPORT_ERRORS = (
@@ -151,6 +151,10 @@ class Round:
 
     :param contribution: local parameters minus base, float32 ``(plan.size,)``; not changed
     :param wait_seconds: how long this reducer waits for senders
+    :param codec: how contributions travel
+    :param answer_codec: how averages travel
+    :param residual: what earlier averages of a range left out, for ``PartReducer``
+    :param on_sent: told of every range that a lossy codec changed on its way out, and of what the reducer decodes
     """
 
     def __init__(
@@ -160,6 +164,11 @@ class Round:
         contribution: torch.Tensor,
         call_reducer: CallReducer,
         wait_seconds: float,
+        *,
+        codec: Codec = PLAIN,
+        answer_codec: Codec = PLAIN,
+        residual: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
+        on_sent: Callable[[int, int, torch.Tensor], None] = lambda start, stop, decoded: None,
     ) -> None:
         own_index = plan.index(own_id)
         if own_index is None:
@@ -169,10 +178,14 @@ class Round:
         self._contribution = contribution
         self._call_reducer = call_reducer
         self._wait_seconds = wait_seconds
+        self._codec, self._answer_codec, self._on_sent = codec, answer_codec, on_sent
         self.reducer = PartReducer(
             plan.ranges[own_index],
             [member.spans for member in plan.members],
             minimum=min(2, len(plan.members)),
+            codec=codec,
+            answer_codec=answer_codec,
+            residual=residual,
         )
         self._average = torch.zeros(plan.size)
         self._included: dict[tuple[int, int], list[int]] = {}
@@ -241,7 +254,10 @@ class Round:
                 header = message.header
                 if header is None or header.part != expected or header.group_id != self.plan.group_id:
                     raise InvalidPart("a malformed part or one out of order")
-                values = self.reducer.decode(expected, message.body)
+                if expected >= self.reducer.num_parts:
+                    raise InvalidPart("more parts than there are")
+                start, stop = self.plan.ranges[self.own_index][expected]
+                values = await off_loop(stop - start, self.reducer.decode, expected, message.body)
                 self.bytes_received += len(message.body)
                 await self.reducer.add(sender, expected, values)
                 expected += 1
@@ -278,9 +294,16 @@ class Round:
 
     async def _parts_for(self, index: int) -> AsyncIterator[Part]:
         for part, (start, stop) in enumerate(self.plan.ranges[index]):
-            body = self._contribution[start:stop].numpy().astype(FLOAT32, copy=False).tobytes()
+            body = await off_loop(stop - start, self._encode, start, stop)
             self.bytes_sent += len(body)
             yield Part(PartHeader(group_id=self.plan.group_id, part=part), body)
+
+    def _encode(self, start: int, stop: int) -> bytes:
+        values = self._contribution[start:stop]
+        body = self._codec.encode(values)
+        if not self._codec.lossless:
+            self._on_sent(start, stop, self._codec.decode(body, stop - start))
+        return body
 
     async def _receive(self, index: int, answers: AsyncIterator[Average]) -> None:
         ranges = self.plan.ranges[index]
@@ -293,7 +316,7 @@ class Round:
             if not included:
                 raise InvalidPart("an average of nobody")
             start, stop = ranges[received]
-            values = decode_values(message.body, stop - start)
+            values = await off_loop(stop - start, decode_values, self._answer_codec, message.body, stop - start)
             self.bytes_received += len(message.body)
             self._average[start:stop] = values
             self._included[start, stop] = sorted(included)
@@ -307,7 +330,7 @@ class Round:
     async def _reduce_own(self) -> None:
         try:
             for part, (start, stop) in enumerate(self.plan.ranges[self.own_index]):
-                check_values(self._contribution[start:stop].numpy())
+                check_values(self._contribution[start:stop])
                 await self.reducer.add(self.own_index, part, self._contribution[start:stop])
         except InvalidPart as error:
             await self.reducer.leave_out(self.own_index, str(error))
@@ -316,8 +339,7 @@ class Round:
                 averaged = await asyncio.shield(self.reducer.result(part))
             except InvalidPart as error:
                 raise RoundVoid(str(error)) from error
-            values = np.frombuffer(averaged.payload, dtype=FLOAT32).astype(np.float32)
-            self._average[start:stop] = torch.from_numpy(values)
+            self._average[start:stop] = averaged.values
             self._included[start, stop] = sorted(averaged.included)
 
 

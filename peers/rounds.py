@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
+import torch
 from hivemind.p2p import PeerID
 
 from dht_config.keys import matchmaking_prefix
 from dht_config.records import RoundAnnouncement, sign_announcement
 from peers.bases import BaseKeeper
+from peers.codecs import get_codec
 from peers.context import RunContext
 from peers.contributed import note_contributed
 from peers.fragment_state import FragmentState, NextBase
@@ -42,6 +44,7 @@ class RoundKeeper:
         self._run, self._presence, self._bases = run, presence, bases
         outer, averaging = run.manifest.outer_optimizer, run.manifest.averaging
         self._outer = Nesterov(lr=outer.lr, momentum=outer.momentum)
+        self._codec, self._answer_codec = get_codec(averaging.codec), get_codec(averaging.answer_codec)
         self._rounds: dict[bytes, asyncio.Future[Round]] = {}
         self._guessing: Counter[PeerID] = Counter()
         self._matchmaking: dict[str, FragmentMatchmaking] = {}
@@ -181,10 +184,12 @@ class RoundKeeper:
         if len(members) == 1:
             average = contribution
             parts: tuple[AveragedPart, ...] = (AveragedPart(start=0, stop=state.size, included=[0]),)
+            left_out: dict[tuple[int, int], bytes] = {}
         else:
-            average, parts = await self._all_reduce(plan, state, contribution, report)
+            average, parts, left_out = await self._all_reduce(plan, state, contribution, report)
         new = await asyncio.to_thread(state.next_base, self._outer, plan, average, parts)
         rebased = await self._run.tasks.whole(self._commit(state, new, plan, parts))
+        state.average_residual.replace(left_out)
         state.backed_until = self._run.clock.now() + RECORD_SECONDS
         self._presence.changed.set()
         report["outcome"] = "committed"
@@ -247,15 +252,30 @@ class RoundKeeper:
         return found
 
     async def _all_reduce(
-        self, plan: RoundPlan, state: FragmentState, contribution: Any, report: dict[str, Any]
-    ) -> tuple[Any, tuple[AveragedPart, ...]]:
+        self, plan: RoundPlan, state: FragmentState, contribution: torch.Tensor, report: dict[str, Any]
+    ) -> tuple[torch.Tensor, tuple[AveragedPart, ...], dict[tuple[int, int], bytes]]:
+        """The average, who is in it, and what our own averages left out of it."""
         wait = deadline_seconds(state.recent_seconds, self._run.schedule.cycle_seconds)
 
         async def call_reducer(reducer: PeerID, parts: AsyncIterator[Part]) -> AsyncIterator[Average]:
             stream: AsyncIterator[Average] = await self._run.stub(reducer).rpc_average(parts)
             return stream
 
-        current = Round(plan, self._run.p2p.peer_id, contribution, call_reducer, wait)
+        def keep_what_was_left_out(start: int, stop: int, decoded: torch.Tensor) -> None:
+            # The reference becomes what really was sent: the rest stays in the parameters as progress.
+            torch.add(state.base[start:stop], decoded, out=state.snapshot[start:stop])
+
+        current = Round(
+            plan,
+            self._run.p2p.peer_id,
+            contribution,
+            call_reducer,
+            wait,
+            codec=self._codec,
+            answer_codec=self._answer_codec,
+            residual=state.average_residual.of,
+            on_sent=keep_what_was_left_out,
+        )
         waiting = self._rounds.setdefault(plan.group_id, asyncio.get_running_loop().create_future())
         waiting.set_result(current)
         asyncio.get_running_loop().call_later(2 * wait + REGISTER_SECONDS, self._rounds.pop, plan.group_id, None)
@@ -271,7 +291,7 @@ class RoundKeeper:
             # A round that failed for want of time is a measurement as well: the next one waits longer.
             state.recent_seconds.append(self._run.clock.now() - began)
             report.update(bytes_sent=current.bytes_sent, bytes_received=current.bytes_received)
-        return result.average, result.parts
+        return result.average, result.parts, current.reducer.left_out
 
 
 def _mean_samples(spans: tuple[PendingSpan, ...], size: int) -> float:

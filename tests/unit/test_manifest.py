@@ -71,7 +71,7 @@ def test_an_unknown_example_is_answered_with_the_close_one() -> None:
     [
         ('[run]\nnam = "tiny"\n[task]\nname = "text"', ["[run] nam", 'Did you mean "name"']),
         (SMALLEST + "[inner_optimiser]\nlr = 1.0", ["[inner_optimiser]", 'Did you mean "inner_optimizer"']),
-        (SMALLEST + '[averaging]\ncodec = "zip"', ["[averaging] codec", "matchmaking_seconds"]),
+        (SMALLEST + '[averaging]\ncompression = "zip"', ["[averaging] compression", "matchmaking_seconds"]),
         ('[task]\nname = "text"', ["[run] is missing"]),
         ('[run]\n[task]\nname = "text"', ["[run] name is missing", "Add name"]),
         ('run = 3\n[task]\nname = "text"', ["run is not a section"]),
@@ -130,7 +130,7 @@ def test_a_manifest_saved_on_windows_reads_the_same(tmp_path: Path) -> None:
 
 def test_the_fingerprint_of_a_known_manifest_never_changes_by_accident() -> None:
     # If this fails, peers of the previous release can no longer meet ours: raise PROTOCOL_VERSION on purpose.
-    assert run_id(parse_manifest(SMALLEST, "run.toml"), task_version=1) == "tiny-dbd8682c59f0084f"
+    assert run_id(parse_manifest(SMALLEST, "run.toml"), task_version=1) == "tiny-6b5b0f1485bb89f8"
 
 
 def test_the_fingerprint_covers_all_but_the_network() -> None:

@@ -18,6 +18,7 @@ from peers.messages import indices_of
 from peers.reducer import (
     INLINE_ELEMENTS,
     MAX_ABSOLUTE_DIFFERENCE,
+    PLAIN,
     Averaged,
     InvalidPart,
     PartReducer,
@@ -201,13 +202,13 @@ def test_a_part_that_does_not_exist_is_refused(part: int) -> None:
 
 
 def test_the_largest_allowed_difference_is_allowed() -> None:
-    assert decode_values(encoded([MAX_ABSOLUTE_DIFFERENCE, -MAX_ABSOLUTE_DIFFERENCE]), 2).tolist() == [1e4, -1e4]
+    assert decode_values(PLAIN, encoded([MAX_ABSOLUTE_DIFFERENCE, -MAX_ABSOLUTE_DIFFERENCE]), 2).tolist() == [1e4, -1e4]
 
 
 def test_decoding_reads_writable_and_read_only_buffers_of_any_kind() -> None:
     body = encoded([1.0, -2.0])
     for buffer in (body, bytearray(body), memoryview(body), memoryview(bytearray(b"1234" + body))[4:]):
-        values = decode_values(buffer, 2)
+        values = decode_values(PLAIN, buffer, 2)
         assert values.dtype == torch.float32
         assert values.tolist() == [1.0, -2.0]
 

@@ -15,8 +15,10 @@ from hivemind.p2p import PeerID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peers.codecs import get_codec
 from peers.ledger import Ledger, PendingSpan
 from peers.messages import Average, AveragedPart, AverageHeader, Part, PartHeader
+from peers.residual import AverageResidual, pack
 from peers.round import (
     GroupMember,
     Round,
@@ -77,6 +79,11 @@ class Network:
     mute_to: dict[tuple[int, int], int] = field(default_factory=dict)
     tamper: Tamper = lambda sender, receiver, message: message
     wait_seconds: float = PATIENT_SECONDS
+    codec: str = "float32"
+    answer_codec: str = "float32"
+    residuals: dict[int, AverageResidual] = field(default_factory=dict)
+    sent: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By member: what the reducers count of its contribution."""
     rounds: dict[int, Round] = field(default_factory=dict)
     pumps: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -131,8 +138,21 @@ def hold(network: Network, contributions: Sequence[torch.Tensor]) -> list[RoundR
 
     async def scene() -> list[RoundResult | RoundVoid]:
         for index, contribution in enumerate(contributions):
+            sent = network.sent[index] = contribution.clone()
+
+            def note(start: int, stop: int, decoded: torch.Tensor, sent: torch.Tensor = sent) -> None:
+                sent[start:stop] = decoded
+
             network.rounds[index] = Round(
-                network.plan, peer(index), contribution, network.caller(index), network.wait_seconds
+                network.plan,
+                peer(index),
+                contribution,
+                network.caller(index),
+                network.wait_seconds,
+                codec=get_codec(network.codec),
+                answer_codec=get_codec(network.answer_codec),
+                residual=network.residuals.setdefault(index, AverageResidual()).of,
+                on_sent=note,
             )
         outcomes = await asyncio.gather(*(round_.run() for round_ in network.rounds.values()), return_exceptions=True)
         for pump in network.pumps:
@@ -188,6 +208,55 @@ def test_all_members_commit_bit_identical_averages_equal_to_one_weighted_mean(
     np.testing.assert_allclose(results[0].average.numpy(), expected_average(plan, contributions), atol=1e-6)
     assert all(torch.equal(now, then) for now, then in zip(contributions, before, strict=True))
     assert element_samples(plan, results[0].parts) == size * sum(samples[:members])
+
+
+@pytest.mark.parametrize("answer_codec", ["float32", "float16", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["float32", "float16", "int8", "int4", "sparse"])
+def test_lossy_codecs_still_give_everyone_the_same_average_of_what_was_sent(codec: str, answer_codec: str) -> None:
+    size = 3000
+    plan = plan_for([whole(size, samples) for samples in (10, 30, 5)], size, 700)
+    contributions = random_contributions(3, size)
+    network = Network(plan, codec=codec, answer_codec=answer_codec)
+    results = committed(hold(network, contributions))
+    assert len({result.average.numpy().tobytes() for result in results}) == 1
+    exact = expected_average(plan, [network.sent[index] for index in range(3)])
+    bound = {"float32": 1e-6, "float16": 6e-4, "int8": 1 / 250, "int4": 1 / 13}[answer_codec]
+    np.testing.assert_allclose(results[0].average.numpy(), exact, atol=bound)
+    for index in range(3):  # a member's own share never travels
+        (start, *_), (*_, stop) = zip(*plan.ranges[index], strict=True)
+        assert torch.equal(network.sent[index][start:stop], contributions[index][start:stop])
+
+
+@pytest.mark.parametrize(("codec", "answer_codec"), [("int8", "int8"), ("int4", "int4"), ("sparse", "int8")])
+def test_what_codecs_leave_out_comes_with_later_rounds(codec: str, answer_codec: str) -> None:
+    size, rounds = 2000, 60
+    plan = plan_for([whole(size, samples) for samples in (10, 30)], size, 500)
+    added = random_contributions(2, size)
+    residuals: dict[int, AverageResidual] = {}
+    progress = [torch.zeros(size) for _ in added]
+    total = torch.zeros(size)
+    for _ in range(rounds):
+        for mine, more in zip(progress, added, strict=True):
+            mine += more
+        network = Network(plan, codec=codec, answer_codec=answer_codec, residuals=residuals)
+        results = committed(hold(network, [mine.clone() for mine in progress]))
+        total += results[0].average
+        for index, mine in enumerate(progress):
+            mine -= network.sent[index]  # as a rebase does
+            residuals[index].replace(network.rounds[index].reducer.left_out)
+    target = rounds * torch.from_numpy(expected_average(plan, added)).float()
+    largest = {"int8": 0.1, "int4": 1.0, "sparse": 45.0}[codec]
+    assert float((total - target).abs().max()) < largest, "the error is that of a few rounds, not of all of them"
+
+
+def test_residuals_follow_elements_when_shares_change() -> None:
+    residual = AverageResidual()
+    assert residual.of(0, 10) is None
+    residual.replace({(4, 8): pack(torch.tensor([1.0, 2.0, 3.0, 4.0]))})
+    torch.testing.assert_close(residual.of(6, 9), torch.tensor([3.0, 4.0, 0.0]), atol=0.02, rtol=0)
+    assert residual.of(8, 10) is None
+    residual.replace({})
+    assert residual.of(4, 8) is None
 
 
 @dataclass

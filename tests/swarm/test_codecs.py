@@ -1,0 +1,32 @@
+"""Rounds in which little travels: everyone still has the same bases, and every sample still counts once."""
+
+from __future__ import annotations
+
+import pytest
+from harness import (
+    Swarm,
+    assert_bases_hold_every_credit_once,
+    assert_digests_agree,
+    assert_samples_add_up,
+    small_manifest,
+)
+
+pytestmark = pytest.mark.swarm
+
+
+@pytest.mark.parametrize(("codec", "answer_codec"), [("int8", "int8"), ("sparse", "int4")])
+def test_bases_agree_whatever_is_left_out_on_the_way(swarm: Swarm, codec: str, answer_codec: str) -> None:
+    averaging = f'matchmaking_seconds = 0.5\ncodec = "{codec}"\nanswer_codec = "{answer_codec}"'
+    manifest = small_manifest(swarm.path / "lossy.toml", matchmaking_seconds=averaging)
+    bootstrap = swarm.bootstrap("bootstrap", manifest)
+    peers = [swarm.join(name, bootstrap.invite, rate) for name, rate in (("fast", 80), ("slow", 20), ("other", 40))]
+    swarm.wait_averaged(*peers, group=3, rounds=4)
+    assert set(swarm.leave_all().values()) == {0}
+    for peer in peers:
+        leave = assert_samples_add_up(peer)
+        assert leave["credited_samples"] > 0 == leave["dropped_samples"]
+    assert_bases_hold_every_credit_once(peers)
+    assert_digests_agree(*peers)
+    parameters = sum(row["parameters"] for row in leave["fragments"]) / len(leave["fragments"])
+    round_of_three = peers[0].rounds(group=3)[-1]
+    assert round_of_three["bytes_sent"] + round_of_three["bytes_received"] < 3 * 4 * parameters, "less than float32"
