@@ -156,23 +156,44 @@ class InnerOptimizerSection(_Section):
 
 
 class OuterOptimizerSection(_Section):
-    """The optimizer that applies an averaged pseudo-gradient to the base (DiLoCo, arXiv:2311.08105)."""
+    """The optimizer that applies averaged contributions to the base (DiLoCo, arXiv:2311.08105)."""
 
-    name: Literal["nesterov"] = "nesterov"
-    """"nesterov"."""
+    name: Literal["nesterov", "adamw"] = "nesterov"
+    """"nesterov", or "adamw" for averaged gradients."""
 
     lr: float = Field(default=0.7, gt=0, le=10)
-    """outer learning rate, above 0; 0.7 suits most runs, 1.0 with momentum 0 is plain averaging."""
+    """outer learning rate, above 0; for "nesterov" 0.7 suits most runs, 1.0 with momentum 0 is plain averaging."""
 
     momentum: float = Field(default=0.8, ge=0, lt=1)
-    """outer momentum in [0, 1)."""
+    """nesterov only: outer momentum in [0, 1)."""
+
+    betas: Annotated[tuple[_Decay, _Decay], Field(strict=False)] = (0.9, 0.95)
+    """adamw only: decay of the first and second moment, two numbers in [0, 1), such as [0.9, 0.95]."""
+
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """adamw only: what keeps the step finite where gradients vanish, above 0."""
+
+    weight_decay: float = Field(default=0.0, ge=0, le=10)
+    """adamw only: decoupled weight decay, 0 or more."""
+
+    @model_validator(mode="after")
+    def _adamw_has_its_own_learning_rate(self) -> OuterOptimizerSection:
+        if self.name == "adamw" and "lr" not in self.model_fields_set:
+            raise ValueError('with name = "adamw" the key lr must be given, such as lr = 1e-3')
+        return self
 
 
 class AveragingSection(_Section):
     """How a round is held."""
 
-    mode: Literal["local"] = "local"
-    """"local": peers make inner steps of their own and average pseudo-gradients."""
+    mode: Literal["local", "gradient"] = "local"
+    """"local": peers make inner steps of their own and average pseudo-gradients; "gradient": they average gradients."""
+
+    global_batch: int = Field(default=0, ge=0, le=2**40)
+    """gradient only: samples in one outer step, split among the peers by their throughput; must be given."""
+
+    delayed: bool = False
+    """gradient only: true lets peers compute on during a round, at the price of gradients that are one round old."""
 
     matchmaking_seconds: float = Field(default=1.5, ge=0.2, le=600)
     """seconds that peers wait to find each other; raise it if rounds start without peers that were there."""
@@ -219,6 +240,17 @@ class RunManifest(_Section):
                 f"[averaging] matchmaking_seconds = {self.averaging.matchmaking_seconds} must be below the "
                 f"{cycle_seconds:g} s between two rounds of a fragment ([run] tick_seconds * fragments)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _mode_and_its_keys_agree(self) -> RunManifest:
+        averaging = self.averaging
+        if averaging.mode == "gradient" and not averaging.global_batch:
+            raise ValueError('[averaging] mode = "gradient" needs global_batch, the samples of one outer step')
+        if averaging.mode == "local" and (averaging.global_batch or averaging.delayed):
+            raise ValueError('[averaging] global_batch and delayed are for mode = "gradient" only')
+        if averaging.mode == "local" and self.outer_optimizer.name == "adamw":
+            raise ValueError('[outer_optimizer] name = "adamw" is for [averaging] mode = "gradient" only')
         return self
 
     def canonical_json(self) -> str:

@@ -31,6 +31,7 @@ from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, optimizer_from_t
 from p2p_trainer.hardware import device_name, pick_device, set_thread_count
 from p2p_trainer.inner_optimizer import build_inner_optimizer
 from p2p_trainer.metrics import MetricsWriter
+from p2p_trainer.modes import GradientMode, LocalMode, Mode
 from p2p_trainer.run_directory import RunDirectory
 from p2p_trainer.settings import PeerSettings, default_data_directory
 from p2p_trainer.target import Target, manifest_target
@@ -43,7 +44,7 @@ from peers.contributed import last_contributed
 from peers.daemon import check_port_free
 from peers.fragments import FragmentLayout, cut, gather_fragment, load_fragment, shift_fragment
 from peers.ledger import Ledger
-from peers.outer import NO_HISTORY, base_digest
+from peers.outer import NO_HISTORY, base_digest, build_outer_optimizer
 from peers.pipe import (
     BeginTraining,
     Configure,
@@ -248,12 +249,12 @@ class Session:
             layout = cut(shapes, manifest.run.fragments)
         except ValueError as error:
             raise ManifestError(f"[run] fragments = {manifest.run.fragments}: {error}.", "Lower it.") from error
-        arena = SharedArena.create(layout.num_elements)
+        arena = SharedArena.create(layout.num_elements, build_outer_optimizer(manifest.outer_optimizer).states)
         checkpoint = self._load_checkpoint(layout) if signed is not None else None
         fragments: list[FragmentMeta] | None = None
         if checkpoint is not None:
             arena.base.copy_(checkpoint.tensors["base"])
-            arena.momentum.copy_(checkpoint.tensors["momentum"])
+            arena.outer_state.copy_(checkpoint.tensors["outer_state"])
             fragments = [FragmentMeta.from_json(row) for row in checkpoint.meta["fragments"]]
         elif signed is None:
             fragments = _make_initial_bases(trainable(model), layout, arena)
@@ -286,7 +287,7 @@ class Session:
         signed = sign_manifest(self.organiser, manifest, task.version, [meta.digest for meta in fragments])
         save_checkpoint(
             self.directory.path,
-            {"base": arena.base.clone(), "momentum": arena.momentum.clone()},
+            {"base": arena.base.clone(), "outer_state": arena.outer_state.clone()},
             {
                 **self._checkpoint_meta(layout),
                 "clean": True,
@@ -337,7 +338,7 @@ class Session:
 
     def _checkpoint_meta(self, layout: FragmentLayout) -> dict[str, Any]:
         """What a checkpoint must agree in to be ours."""
-        return {"format": 1, "run_id": self.target.run_id, "bounds": list(layout.bounds)}
+        return {"format": 2, "run_id": self.target.run_id, "bounds": list(layout.bounds)}
 
     # --------------------------------------------------------------- serving
 
@@ -377,7 +378,7 @@ class Session:
         try:
             save_checkpoint(
                 self.directory.path,
-                {"base": prepared.arena.base.clone(), "momentum": prepared.arena.momentum.clone()},
+                {"base": prepared.arena.base.clone(), "outer_state": prepared.arena.outer_state.clone()},
                 {
                     **self._checkpoint_meta(prepared.layout),
                     "clean": True,
@@ -430,14 +431,19 @@ class Session:
             )
         )
         peer_view = PeerView(run_id=self.target.run_id, state="training")
+        micro_batch, seed = throughput.micro_batch, data_seed(self.target.run_id, connected.peer_id, self.restart)
+        mode: Mode
+        if manifest.averaging.mode == "gradient":
+            mode = GradientMode(task, model, parameters, manifest, layout, arena, micro_batch, seed)
+        else:
+            mode = LocalMode(task, model, parameters, optimizer, manifest, layout, arena, micro_batch, seed)
         trainer = Trainer(
             task=task,
             model=model,
             parameters=parameters,
             optimizer=optimizer,
-            manifest=manifest,
+            mode=mode,
             settings=self.settings,
-            throughput=throughput,
             accounts=accounts,
             arena=arena,
             swarm=self.swarm,
@@ -447,7 +453,6 @@ class Session:
             leave=self.leave,
             checkpoint_directory=self.directory.path,
             checkpoint_meta={**self._checkpoint_meta(layout), "restart": self.restart},
-            seed=data_seed(self.target.run_id, connected.peer_id, self.restart),
         )
         reason = trainer.train()
         ended = time.time()
@@ -492,6 +497,7 @@ class Session:
         self.swarm.configure(
             Configure(
                 layout=prepared.layout,
+                states=prepared.arena.states,
                 signed_manifest=prepared.signed,
                 fragments=prepared.fragments,
                 samples=samples,
@@ -581,7 +587,7 @@ def dialable(addresses: Sequence[Address]) -> list[Address]:
 def _make_initial_bases(
     parameters: Mapping[str, nn.Parameter], layout: FragmentLayout, arena: SharedArena
 ) -> list[FragmentMeta]:
-    """Bases of version 0 from a freshly initialised model, momentum zero."""
+    """Bases of version 0 from a freshly initialised model, outer state zero."""
     fragments = []
     for fragment in range(layout.num_fragments):
         where = layout.slice(fragment)
@@ -592,7 +598,7 @@ def _make_initial_bases(
             total_element_samples=0,
             history=NO_HISTORY,
             base=arena.base[where],
-            momentum=arena.momentum[where],
+            outer_state=arena.outer_state[:, where],
         )
         ledger = Ledger.open(layout.size(fragment)).to_json()
         fragments.append(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from dht_config.errors import DeviceError
 from dht_config.manifest import InnerOptimizerSection
 from p2p_trainer.inner_optimizer import build_inner_optimizer, learning_rate, set_learning_rate
 from p2p_trainer.tasks.base import Batch, Task, to_device
+
+Result = TypeVar("Result")
 
 GOOD_ENOUGH = 0.95
 """A smaller micro-batch is taken if it reaches this share of the best throughput: it leaves memory."""
@@ -107,17 +110,32 @@ def shrinking_inner_step(
 
     Raises DeviceError if not even one sample at a time fits.
     """
+    return shrinking(
+        lambda fitting: inner_step(task, model, optimizer, batch, fitting, clip_norm, between=between),
+        micro_batch,
+        next(model.parameters()).device,
+    )
+
+
+def shrinking(attempt: Callable[[int], Result], micro_batch: int, device: torch.device) -> tuple[Result, int]:
+    """Do what takes a micro-batch's memory; where that runs out, halve the micro-batch and do it again.
+
+    :param attempt: changes nothing where memory runs out
+    :returns: (its result, the micro-batch that fitted: use it from now on).
+
+    Raises DeviceError if not even one sample at a time fits.
+    """
     while True:
         try:
-            loss = inner_step(task, model, optimizer, batch, micro_batch, clip_norm, between=between)
+            result = attempt(micro_batch)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         else:
-            return loss, micro_batch
+            return result, micro_batch
         # Outside the handler: the exception holds the frames, and with them the activations.
         if micro_batch == 1:
-            raise _too_little_memory(next(model.parameters()).device)
+            raise _too_little_memory(device)
         micro_batch //= 2
         release_memory()
 

@@ -11,7 +11,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from dht_config.errors import CheckpointError
-from dht_config.manifest import RunManifest
 from p2p_trainer.checkpoint import optimizer_to_tensors, save_checkpoint
-from p2p_trainer.inner_optimizer import learning_rate, set_learning_rate
 from p2p_trainer.metrics import MetricsWriter
+from p2p_trainer.modes import GradientMode, Mode
 from p2p_trainer.settings import PeerSettings
 from p2p_trainer.tasks import Task, mean_loss
 from p2p_trainer.tasks.base import Batch
-from p2p_trainer.throughput import Throughput, shrinking_inner_step
 from p2p_trainer.view import LiveView, PeerView
 from peers.arena import SharedArena
-from peers.fragments import FragmentLayout, gather_fragment, load_fragment, shift_fragment
+from peers.fragments import FragmentLayout, load_fragment
 from peers.ledger import Ledger
 from peers.pipe import (
     Event,
@@ -49,6 +47,8 @@ from peers.process import SwarmHandle
 REPORT_SECONDS = 1.0
 ACCOUNT_SECONDS = 5.0
 RATE_WINDOW_SECONDS = 20.0
+WAIT_SECONDS = 0.2
+"""For messages, while there is nothing to compute."""
 QUIET_SECONDS = 2.0
 """A leaving peer waits this long for the averaging process to hold still, which takes milliseconds."""
 
@@ -157,6 +157,7 @@ class Trainer:
     """Trains one model on this machine as part of a swarm.
 
     :param parameters: the model's trainable parameters by name, in the layout's order
+    :param mode: what a step, a snapshot and a rebase are in this run
     """
 
     def __init__(
@@ -166,9 +167,8 @@ class Trainer:
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        manifest: RunManifest,
+        mode: Mode,
         settings: PeerSettings,
-        throughput: Throughput,
         accounts: Accounts,
         arena: SharedArena,
         swarm: SwarmHandle,
@@ -178,17 +178,16 @@ class Trainer:
         leave: LeaveFlag,
         checkpoint_directory: Path,
         checkpoint_meta: Mapping[str, Any],
-        seed: int,
     ) -> None:
         self.task, self.model, self.parameters, self.optimizer = task, model, parameters, optimizer
-        self.manifest, self.settings = manifest, settings
+        self.mode, self.settings = mode, settings
         self.accounts, self.arena, self.swarm = accounts, arena, swarm
         self.metrics, self.view, self.peer_view, self.leave = metrics, view, peer_view, leave
-        self.micro_batch = throughput.micro_batch
         self.checkpoint_directory, self.checkpoint_meta = checkpoint_directory, checkpoint_meta
-        self.seed = seed
         self.device = next(model.parameters()).device
         self.held_seconds = 0.0
+        self.waited_seconds = 0.0
+        """For a round, with nothing to do: no part of this machine's throughput."""
         self._quiet: list[FragmentMeta] | None = None
         self._saving: threading.Thread | None = None
         self._save_problem: CheckpointError | None = None
@@ -200,8 +199,6 @@ class Trainer:
 
     def train(self) -> str:
         """Make inner steps until asked to leave; returns the reason."""
-        section = self.manifest.inner_optimizer
-        batches = self.task.batches(self.seed, section.batch_size)
         now = time.monotonic()
         reported = accounted = now
         # The first evaluation is early, so that a short run shows its start.
@@ -212,7 +209,7 @@ class Trainer:
         try:
             while True:
                 self.leave.check()
-                self._step(batches)
+                self._step()
                 now = time.monotonic()
                 if now - reported >= REPORT_SECONDS:
                     reported = now
@@ -223,7 +220,7 @@ class Trainer:
                     self.metrics.write(
                         "throughput",
                         samples_per_second=self.peer_view.samples_per_second,
-                        micro_batch=self.micro_batch,
+                        micro_batch=self.mode.micro_batch,
                         device=str(self.device),
                         phase="running",
                     )
@@ -236,22 +233,15 @@ class Trainer:
         except LeaveRequested as request:
             return str(request)
 
-    def _step(self, batches: Iterator[Batch]) -> None:
-        """One inner step, made to last as long as the emulated machine would need for it."""
-        section = self.manifest.inner_optimizer
+    def _step(self) -> None:
+        """One step, made to last as long as the emulated machine would need for it, or a wait for the next round."""
         began, held_before = time.monotonic(), self.held_seconds
-        set_learning_rate(self.optimizer, learning_rate(section, self.accounts.lineage_samples))
-        batch = next(batches)
-        loss, self.micro_batch = shrinking_inner_step(
-            self.task,
-            self.model,
-            self.optimizer,
-            batch,
-            self.micro_batch,
-            section.clip_norm,
-            between=self._between_micro_batches,
-        )
-        samples = len(batch[0])
+        due = self.mode.samples_due(self.accounts.samples, self.accounts.ledgers)
+        if due == 0:
+            self.handle_messages(WAIT_SECONDS)
+            self.waited_seconds += time.monotonic() - began
+            return
+        loss, samples = self.mode.step(self.accounts.lineage_samples, due, self._between_micro_batches)
         if math.isfinite(loss):
             # Before any message is answered: the parameters and the counts must tell the same.
             self.accounts.samples += samples
@@ -286,20 +276,14 @@ class Trainer:
             self.held_seconds += time.monotonic() - began
 
     def handle(self, message: Any) -> None:
-        layout, accounts = self.accounts.layout, self.accounts
+        accounts = self.accounts
         if isinstance(message, TakeSnapshot):
-            out = self.arena.snapshot[layout.slice(message.fragment)]
-            gather_fragment(self.parameters, layout, message.fragment, out)
+            self.mode.take_snapshot(message.fragment, accounts.samples)
             self.swarm.send(SnapshotTaken(fragment=message.fragment, samples=accounts.samples, steps=accounts.steps))
         elif isinstance(message, Rebase):
-            where = layout.slice(message.fragment)
             accounts.replace(message.fragment, message.meta)
-            if message.keep:
-                shift_fragment(
-                    self.parameters, layout, message.fragment, self.arena.base[where], self.arena.snapshot[where]
-                )
-            else:
-                load_fragment(self.parameters, layout, message.fragment, self.arena.base[where])
+            self.mode.rebase(message.fragment, message.keep)
+            if not message.keep:
                 dropped = accounts.ledgers[message.fragment].drop(accounts.samples, accounts.steps)
                 accounts.ledgers[message.fragment] = dropped
             self.swarm.send(Rebased(fragment=message.fragment, samples=accounts.samples, steps=accounts.steps))
@@ -312,6 +296,8 @@ class Trainer:
         fields = event.fields
         if event.name == "peers":
             self.peer_view.peers_in_swarm = fields["training"] + 1
+            if isinstance(self.mode, GradientMode):
+                self.mode.share = fields["share"]
             return
         self.metrics.write(event.name, **fields)
         if event.name == "round":
@@ -328,12 +314,13 @@ class Trainer:
 
     def _report(self, now: float) -> None:
         accounts = self.accounts
-        self._history.append((now, accounts.samples))
-        while len(self._history) > 2 and self._history[1][0] < now - RATE_WINDOW_SECONDS:
+        busy = now - self.waited_seconds
+        self._history.append((busy, accounts.samples))
+        while len(self._history) > 2 and self._history[1][0] < busy - RATE_WINDOW_SECONDS:
             self._history.pop(0)
         (then, before), rate = self._history[0], 0.0
-        if now > then:
-            rate = (accounts.samples - before) / (now - then)
+        if busy > then:
+            rate = (accounts.samples - before) / (busy - then)
         loss = sum(self._losses) / len(self._losses) if self._losses else None
         self._losses.clear()
         self.metrics.write("train", samples=accounts.samples, steps=accounts.steps, loss=loss, samples_per_second=rate)
@@ -374,7 +361,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Held-out loss of the base, with the local parameters put aside for as long."""
         if self._held_out is None:
-            micro = max(self.micro_batch, 8)
+            micro = max(self.mode.micro_batch, 8)
             self._held_out = self.task.held_out(micro, self.settings.eval_samples)
         if not self._held_out:
             return
@@ -405,7 +392,7 @@ class Trainer:
         self, fragments: list[FragmentMeta], *, clean: bool
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Copies of everything a restart needs. :param clean: no contribution can be under way any more"""
-        tensors = {"base": self.arena.base.clone(), "momentum": self.arena.momentum.clone()}
+        tensors = {"base": self.arena.base.clone(), "outer_state": self.arena.outer_state.clone()}
         tensors |= {f"parameter.{name}": value.detach().cpu().clone() for name, value in self.parameters.items()}
         state, optimizer_meta = optimizer_to_tensors(self.optimizer)
         tensors |= {f"optimizer.{name}": value.detach().cpu().clone() for name, value in state.items()}

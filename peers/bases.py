@@ -51,7 +51,7 @@ class BaseKeeper:
         :param contributed: cumulative samples and steps of our last contribution
         """
         keep = [state.version >= 0 for state in self._run.fragments]
-        expected = sum(2 * 4 * state.size for state in self._run.fragments)
+        expected = sum(state.num_bytes for state in self._run.fragments)
         received = 0
 
         def count(length: int) -> None:
@@ -85,6 +85,8 @@ class BaseKeeper:
             # We contributed work that our checkpoint does not know: what we restored is older than that.
             keep = [False] * len(keep)
         samples, steps = counts
+        if self._run.manifest.averaging.mode == "gradient":
+            keep = [False] * len(keep)  # a sum of gradients does not survive the process
         for state in self._run.fragments:
             if not keep[state.index]:
                 state.drop_undecided(samples, steps)
@@ -182,7 +184,7 @@ class BaseKeeper:
         ]
         random.shuffle(donors)
         request = BaseRequest(BaseRequestHeader(fragment=state.index, version=claim.version, digest=claim.digest))
-        limit_seconds = FETCH_IDLE_SECONDS + 2 * 4 * state.size / FETCH_BYTES_PER_SECOND
+        limit_seconds = FETCH_IDLE_SECONDS + state.num_bytes / FETCH_BYTES_PER_SECOND
         async with self._fetching:
             for donor in donors:
                 try:
@@ -210,6 +212,7 @@ class BaseKeeper:
             _with_idle_timeout(answers, FETCH_IDLE_SECONDS),
             fragment=state.index,
             size=state.size,
+            states=len(state.outer_state),
             claim=claim,
             donor=donor,
             on_bytes=on_bytes,

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from peers.arena import SharedArena
+from peers.contribution import Contribution, Difference
 from peers.fragments import FragmentLayout
-from peers.ledger import Ledger
+from peers.ledger import Ledger, PendingSpan
 from peers.lineage import Claim
 from peers.messages import MAX_RECEIPTS, AveragedPart, Contributor, Receipt, extend_history
-from peers.outer import NO_HISTORY, Nesterov, base_digest
+from peers.outer import NO_HISTORY, OuterOptimizer, base_digest
 from peers.past import Milestone, Past
 from peers.pipe import FragmentMeta, SnapshotTaken
 from peers.residual import AverageResidual
@@ -33,18 +34,20 @@ class NextBase:
     total_element_samples: int
     history: bytes
     base: torch.Tensor
-    momentum: torch.Tensor
+    outer_state: torch.Tensor
 
 
 class FragmentState:
     """Everything one peer knows of one fragment. ``busy`` is held by whoever works on its next base."""
 
-    def __init__(self, index: int, layout: FragmentLayout, arena: SharedArena) -> None:
+    def __init__(
+        self, index: int, layout: FragmentLayout, arena: SharedArena, contribution: Contribution | None = None
+    ) -> None:
         where = layout.slice(index)
         self.index = index
         self.size = layout.size(index)
         self.base = arena.base[where]
-        self.momentum = arena.momentum[where]
+        self.outer_state = arena.outer_state[:, where]
         self.snapshot = arena.snapshot[where]
         self.version = -1
         self.digest = b""
@@ -71,6 +74,12 @@ class FragmentState:
         """Peers that made our base with us; for a while they stand behind it before their records say so."""
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
         self.average_residual = AverageResidual()
+        self._contribution = contribution or Difference()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the base and its outer state."""
+        return self.base.nbytes + self.outer_state.nbytes
 
     @property
     def claim(self) -> Claim:
@@ -107,9 +116,18 @@ class FragmentState:
         if not self.milestones or self.milestones[-1].history != self.history:
             self._remember()
 
-    def contribution(self) -> torch.Tensor:
-        """Local parameters minus base as of the snapshot: a new float32 tensor ``(size,)``."""
-        return torch.sub(self.snapshot, self.base)
+    def contribution(self, spans: Sequence[PendingSpan]) -> torch.Tensor:
+        """What the snapshot brings for what is pending: a new float32 tensor ``(size,)``."""
+        return self._contribution.values(self.snapshot, self.base, spans)
+
+    def sent(self, start: int, stop: int, decoded: torch.Tensor) -> None:
+        """A lossy codec made ``decoded`` of the contribution's elements ``[start, stop)``: the rest comes later."""
+        self._contribution.sent(self.snapshot, self.base, start, stop, decoded)
+
+    def give_up(self) -> None:
+        """What the snapshot holds is of use to nobody."""
+        self.taken = self.late = None
+        self._contribution.given_up(self.snapshot)
 
     def frozen(self) -> FrozenBase:
         """A copy of the base for serving."""
@@ -119,17 +137,17 @@ class FragmentState:
             total_element_samples=self.total_element_samples,
             history=self.history,
             history_before=self.history_before,
-            payload=self.base.numpy().tobytes() + self.momentum.numpy().tobytes(),
+            payload=self.base.numpy().tobytes() + self.outer_state.numpy().tobytes(),
             receipts=tuple(self.receipts),
         )
 
     def next_base(
-        self, outer: Nesterov, plan: RoundPlan, average: torch.Tensor, parts: Sequence[AveragedPart]
+        self, outer: OuterOptimizer, plan: RoundPlan, average: torch.Tensor, parts: Sequence[AveragedPart]
     ) -> NextBase:
         """The outer step, in buffers of its own (shadow); nothing in place changes."""
-        base, momentum = outer.step(self.base, self.momentum, average)
         total = self.total_element_samples + element_samples(plan, parts)
         version = self.version + 1
+        base, outer_state = outer.step(self.base, self.outer_state, average, version)
         history = extend_history(self.history, receipt_for(plan, parts, version))
         digest = base_digest(
             fragment=self.index,
@@ -137,7 +155,7 @@ class FragmentState:
             total_element_samples=total,
             history=history,
             base=base,
-            momentum=momentum,
+            outer_state=outer_state,
         )
         return NextBase(
             version=version,
@@ -145,14 +163,14 @@ class FragmentState:
             total_element_samples=total,
             history=history,
             base=base,
-            momentum=momentum,
+            outer_state=outer_state,
         )
 
     def commit(self, new: NextBase, plan: RoundPlan, parts: Sequence[AveragedPart], own_id: bytes) -> None:
         """Put a round's base in place. The reference becomes the snapshot where we are in it, else the old base."""
         receipt = receipt_for(plan, parts, new.version)
         entry, held = receipt.ranges_of(own_id)
-        self._set_reference(held)
+        self._contribution.accepted(self.snapshot, self.base, held)
         if entry is not None:
             self.ledger = self.ledger.credit(held, entry.samples, entry.steps)
         self.receipts.append(receipt)
@@ -190,7 +208,9 @@ class FragmentState:
             elif not self.ledger.knows(ranges, entry.samples):
                 keep = False  # counted from a snapshot that we no longer have
             self._credit(ranges, entry, receipt.tick)
-        self._set_reference(held)
+        self._contribution.accepted(self.snapshot, self.base, held)
+        if not keep:
+            self.give_up()
         self.receipts = list(fetched.receipts)
         self.history_before = fetched.history_before
         self.backers = 1
@@ -201,7 +221,7 @@ class FragmentState:
                 total_element_samples=fetched.total_element_samples,
                 history=fetched.history,
                 base=fetched.base,
-                momentum=fetched.momentum,
+                outer_state=fetched.outer_state,
             )
         )
         return keep
@@ -216,6 +236,7 @@ class FragmentState:
         """Drop work up to the cumulative counts, of which we do not know whether it is in a base already."""
         self.undecided = self.ledger
         self.ledger = self.ledger.drop(samples, steps)
+        self.give_up()
 
     def _credit(self, ranges: Sequence[tuple[int, int]], entry: Contributor, tick: int) -> None:
         """A receipt says that our work up to the entry's counts is in the base; also work that we gave up for lost."""
@@ -232,19 +253,9 @@ class FragmentState:
                 return milestone
         return None
 
-    def _set_reference(self, held: Iterable[tuple[int, int]]) -> None:
-        """``snapshot`` stays in the ranges ``held``; elsewhere it becomes the base, so that progress counts from it."""
-        position = 0
-        for start, stop in sorted(held):
-            if position < start:
-                self.snapshot[position:start].copy_(self.base[position:start])
-            position = max(position, stop)
-        if position < self.size:
-            self.snapshot[position:].copy_(self.base[position:])
-
     def _put(self, new: NextBase) -> None:
         self.base.copy_(new.base)
-        self.momentum.copy_(new.momentum)
+        self.outer_state.copy_(new.outer_state)
         self.version, self.digest = new.version, new.digest
         self.total_element_samples = new.total_element_samples
         self.history = new.history

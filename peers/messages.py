@@ -128,7 +128,7 @@ class BaseRequestHeader(Header):
 
 
 class BaseHeader(Header):
-    """Announces a base: the body chunks that follow are its parameters, then its momentum, float32."""
+    """Announces a base: the body chunks that follow are its parameters, then its outer state, float32."""
 
     version: Version
     total_element_samples: Annotated[bytes, Field(min_length=16, max_length=16)]

@@ -1,4 +1,4 @@
-"""The outer optimizer: DiLoCo's Nesterov step on averaged pseudo-gradients, bit-identical on any hardware.
+"""The outer optimizers: steps on averaged contributions, bit-identical on any hardware.
 
 Every operation is a separate multiply, add or subtract, which IEEE 754 rounds alike everywhere. ``add(alpha=...)``
 and ``lerp`` fuse and gave different bits under ATEN_CPU_CAPABILITY default, avx2 and avx512 (torch 2.13).
@@ -9,11 +9,34 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
+from dht_config.manifest import OuterOptimizerSection
+
 NO_HISTORY = bytes(32)
 """The history of a base of version 0."""
+
+
+class OuterOptimizer(Protocol):
+    """Makes the next base of a fragment."""
+
+    @property
+    def states(self) -> int:
+        """Vectors of state that belong to a base, all zero at version 0."""
+
+    def step(
+        self, base: torch.Tensor, state: torch.Tensor, average: torch.Tensor, version: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """New base and state, as new tensors; nothing is changed in place.
+
+        :param base: float32 ``(size,)``
+        :param state: float32 ``(states, size)``
+        :param average: weighted mean of the contributions, float32 ``(size,)``: the direction in which to go, that is
+            local parameters minus base, or the negative mean gradient
+        :param version: of the new base, 1 for the first step
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,20 +45,63 @@ class Nesterov:
 
     lr: float
     momentum: float
+    states: ClassVar[int] = 1
 
     def step(
-        self, base: torch.Tensor, momentum: torch.Tensor, average: torch.Tensor
+        self, base: torch.Tensor, state: torch.Tensor, average: torch.Tensor, version: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New base and momentum, as new tensors; nothing is changed in place.
+        """See ``OuterOptimizer``; the state is the momentum."""
+        momentum = torch.sub(torch.mul(state[0], self.momentum), average)
+        look_ahead = torch.sub(torch.mul(momentum, self.momentum), average)
+        return torch.sub(base, torch.mul(look_ahead, self.lr)), momentum.unsqueeze(0)
 
-        :param base: float32 ``(size,)``
-        :param momentum: float32 ``(size,)``
-        :param average: weighted mean of the contributions (local parameters minus base), float32 ``(size,)``.
-            The pseudo-gradient is its negative.
-        """
-        new_momentum = torch.sub(torch.mul(momentum, self.momentum), average)
-        look_ahead = torch.sub(torch.mul(new_momentum, self.momentum), average)
-        return torch.sub(base, torch.mul(look_ahead, self.lr)), new_momentum
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Adam with decoupled weight decay. Source: Loshchilov & Hutter 2019, algorithm 2; PyTorch's formulation.
+
+    All scalars are computed in Python by multiplication and division alone: ``pow`` differs between C libraries.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    states: ClassVar[int] = 2
+
+    def step(
+        self, base: torch.Tensor, state: torch.Tensor, average: torch.Tensor, version: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``OuterOptimizer``; the state is the first and the second moment of the gradient."""
+        beta1, beta2 = self.betas
+        # The average points downhill: it is the negative gradient.
+        first = torch.sub(torch.mul(state[0], beta1), torch.mul(average, 1.0 - beta1))
+        second = torch.add(torch.mul(state[1], beta2), torch.mul(torch.mul(average, average), 1.0 - beta2))
+        scale = torch.add(torch.sqrt(torch.div(second, 1.0 - power(beta2, version))), self.eps)
+        direction = torch.div(torch.div(first, 1.0 - power(beta1, version)), scale)
+        shrunk = torch.mul(base, 1.0 - self.lr * self.weight_decay)
+        return torch.sub(shrunk, torch.mul(direction, self.lr)), torch.stack((first, second))
+
+
+def power(base: float, exponent: int) -> float:
+    """``base ** exponent`` by repeated squaring: the same bits everywhere.
+
+    :param exponent: 0 or more
+    """
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+def build_outer_optimizer(section: OuterOptimizerSection) -> OuterOptimizer:
+    """The manifest's outer optimizer."""
+    if section.name == "adamw":
+        return AdamW(lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay)
+    return Nesterov(lr=section.lr, momentum=section.momentum)
 
 
 def base_digest(
@@ -45,7 +111,7 @@ def base_digest(
     total_element_samples: int,
     history: bytes,
     base: torch.Tensor,
-    momentum: torch.Tensor,
+    outer_state: torch.Tensor,
 ) -> bytes:
     """SHA-256 over everything peers of one version must agree on: 32 bytes.
 
@@ -56,5 +122,5 @@ def base_digest(
     digest.update(history)
     digest.update(total_element_samples.to_bytes(16, "little"))
     digest.update(base.contiguous().numpy().data)
-    digest.update(momentum.contiguous().numpy().data)
+    digest.update(outer_state.contiguous().numpy().data)
     return digest.digest()

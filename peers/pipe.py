@@ -5,7 +5,7 @@ They travel through a pipe of our own, in order, and the order decides who may t
 - From ``TakeSnapshot`` to its answer the training process writes that fragment of ``arena.snapshot``.
 - From ``Rebase`` to its answer the averaging process leaves that fragment alone.
 - From ``Quiet`` to ``Resume`` the averaging process leaves all of the arena alone.
-- At all other times ``base`` and ``momentum`` belong to the averaging process.
+- At all other times ``base`` and ``outer_state`` belong to the averaging process.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Configure:
     """
 
     layout: FragmentLayout
+    states: int
+    """Vectors of outer optimizer state in the arena."""
     signed_manifest: SignedManifest
     fragments: list[FragmentMeta] | None
     samples: int

@@ -20,6 +20,7 @@ from dht_config.errors import IdentityError
 from dht_config.keys import manifest_key, profiles_key, run_manifest_key, states_key
 from dht_config.records import FragmentClaim, PeerProfile, SwarmState, software_version
 from peers.context import RunContext
+from peers.contribution import shares
 from peers.daemon import answers_elsewhere, dial, refuses
 from peers.door import remember_addresses, remembered_addresses, set_clock
 from peers.lineage import Claim
@@ -69,6 +70,8 @@ class Presence:
         self._heard_at = self._joined_at if heard_from_others else float("-inf")
         self._last_expiration = 0.0
         self._looked_at = 0.0
+        self._rate = 0.0
+        """Samples per second as last published: what the others reckon with."""
 
     @property
     def first_status(self) -> Status:
@@ -88,10 +91,11 @@ class Presence:
     async def publish(self, status: Status) -> None:
         """Store our profile and our bases' claims."""
         training, progress = self._run.training.begun, self._run.training.progress
+        self._rate = progress.samples_per_second or (training.samples_per_second if training else 0.0)
         profile = PeerProfile(
             software_version=software_version(),
             status=status,
-            samples_per_second=progress.samples_per_second or (training.samples_per_second if training else 0.0),
+            samples_per_second=self._rate,
             processed_samples=progress.samples,
             credited_samples=progress.credited_samples,
             micro_batch=training.micro_batch if training else 0,
@@ -141,8 +145,16 @@ class Presence:
         if any(peer not in before or member.expires > before[peer].expires for peer, member in members.items()):
             self._heard_at = everyone.read_at
         self.view = View(read_at=everyone.read_at, members=members)
-        self._run.training.send(Event("peers", {"training": len(self.present()), "known": len(members)}))
+        self._run.training.send(
+            Event("peers", {"training": len(self.present()), "known": len(members), "share": self._share()})
+        )
         self._meet(members)
+
+    def _share(self) -> int:
+        """Samples that this peer should bring to the next step on averaged gradients."""
+        rates = {peer: self.view.members[peer].profile.samples_per_second for peer in self.present()}
+        rates[str(self._run.settings.identity.peer_id)] = self._rate
+        return shares(self._run.manifest.averaging.global_batch, rates)[str(self._run.settings.identity.peer_id)]
 
     def _meet(self, members: dict[str, Member]) -> None:
         """Connect to peers we have not met, and remember the way to all of them."""

@@ -151,7 +151,7 @@ async def _serve(settings: SwarmSettings, pipe: Connection) -> None:
             while True:
                 message = pipe.recv()
                 if isinstance(message, Configure):
-                    arena = SharedArena(reduction.recv_handle(pipe), message.layout.num_elements)
+                    arena = SharedArena(reduction.recv_handle(pipe), message.layout.num_elements, message.states)
                     loop.call_soon_threadsafe(swarm.configured, message, arena)
                 else:
                     loop.call_soon_threadsafe(swarm.receive, message)

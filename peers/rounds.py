@@ -21,7 +21,7 @@ from peers.fragment_state import FragmentState, NextBase
 from peers.grouping import FragmentMatchmaking, GroupSearch, NodeAsDHT
 from peers.ledger import PendingSpan
 from peers.messages import Average, AveragedPart, Part
-from peers.outer import Nesterov
+from peers.outer import build_outer_optimizer
 from peers.pipe import Event, Rebased, SnapshotTaken
 from peers.presence import RECORD_SECONDS, Presence
 from peers.reducer import MAX_ABSOLUTE_DIFFERENCE
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 REGISTER_SECONDS = 5.0
 """How long a groupmate's call may come before its round is known here."""
 ROUNDS_UNKNOWN_PER_PEER = 4
+ENOUGH = 0.9
+"""A step on averaged gradients needs this share of its global batch: rates that peers advertise differ for a moment."""
 MAX_SAMPLES_PER_SECOND = 1e6
 """No peer is this fast: bounds what one can announce since the run began, so that totals stay countable."""
 
@@ -42,9 +44,10 @@ class RoundKeeper:
 
     def __init__(self, run: RunContext, presence: Presence, bases: BaseKeeper) -> None:
         self._run, self._presence, self._bases = run, presence, bases
-        outer, averaging = run.manifest.outer_optimizer, run.manifest.averaging
-        self._outer = Nesterov(lr=outer.lr, momentum=outer.momentum)
+        averaging = run.manifest.averaging
+        self._outer = build_outer_optimizer(run.manifest.outer_optimizer)
         self._codec, self._answer_codec = get_codec(averaging.codec), get_codec(averaging.answer_codec)
+        self._needed_samples = ENOUGH * averaging.global_batch
         self._rounds: dict[bytes, asyncio.Future[Round]] = {}
         self._guessing: Counter[PeerID] = Counter()
         self._matchmaking: dict[str, FragmentMatchmaking] = {}
@@ -159,7 +162,7 @@ class RoundKeeper:
         state.taken = taken
         report["outcome"] = "carried"
         spans = state.ledger.pending(taken.samples, taken.steps)
-        contribution = await asyncio.to_thread(state.contribution)
+        contribution = await asyncio.to_thread(state.contribution, spans)
         if not bool((contribution.abs() <= MAX_ABSOLUTE_DIFFERENCE).all()):  # also true for NaN
             await self._discard_progress(state)
             raise RoundVoid("the local parameters had diverged; they were set back to the base")
@@ -179,6 +182,11 @@ class RoundKeeper:
         report["weight_share"] = weights[own_index] / sum(weights) if sum(weights) else 0.0
         if not sum(weights):
             raise RoundVoid("nobody in the group has samples to contribute")
+        if sum(weights) < self._needed_samples:
+            report["outcome"] = "skipped"
+            raise RoundVoid(
+                f"the group has {sum(weights):.0f} of the {self._needed_samples:.0f} samples that a step needs"
+            )
         note_contributed(self._run.settings.run_directory, taken.samples, taken.steps)
         began = self._run.clock.now()
         if len(members) == 1:
@@ -208,6 +216,7 @@ class RoundKeeper:
     async def _discard_progress(self, state: FragmentState) -> None:
         """Set the training process back to the base: what it has is of use to nobody."""
         async with state.content:
+            state.give_up()
             rebased = self._run.training.rebase(state, False)
         await self._run.training.rebased(state, False, rebased)
 
@@ -261,10 +270,6 @@ class RoundKeeper:
             stream: AsyncIterator[Average] = await self._run.stub(reducer).rpc_average(parts)
             return stream
 
-        def keep_what_was_left_out(start: int, stop: int, decoded: torch.Tensor) -> None:
-            # The reference becomes what really was sent: the rest stays in the parameters as progress.
-            torch.add(state.base[start:stop], decoded, out=state.snapshot[start:stop])
-
         current = Round(
             plan,
             self._run.p2p.peer_id,
@@ -274,7 +279,7 @@ class RoundKeeper:
             codec=self._codec,
             answer_codec=self._answer_codec,
             residual=state.average_residual.of,
-            on_sent=keep_what_was_left_out,
+            on_sent=state.sent,
         )
         waiting = self._rounds.setdefault(plan.group_id, asyncio.get_running_loop().create_future())
         waiting.set_result(current)

@@ -17,12 +17,14 @@ from hivemind.p2p import P2P, PeerID
 from dht_config.errors import P2PTrainerError, SwarmProcessDied
 from dht_config.hardening import bound_found_expirations, harden_msgpack
 from dht_config.keys import rpc_namespace
+from dht_config.manifest import RunManifest
 from dht_config.records import SignedManifest
 from dht_config.validators import SwarmRecordValidator
 from peers.arena import SharedArena
 from peers.bases import BaseKeeper
 from peers.clock import Schedule, SwarmClock
 from peers.context import RunContext
+from peers.contribution import Difference, GradientSum
 from peers.daemon import limit_message_size, limit_write_time, start_daemon
 from peers.door import (
     enter_dht,
@@ -183,7 +185,7 @@ class Swarm:
         configure, arena = await self._configured
         run = configure.signed_manifest.manifest()
         node.protocol.wait_timeout = min(3.0, max(0.5, run.averaging.matchmaking_seconds / 2))
-        self._fragments = _fragments(configure, arena, run.run.fragments)
+        self._fragments = _fragments(configure, arena, run)
         self._training.progress = Progress(
             samples=configure.samples, steps=configure.steps, credited_samples=0.0, samples_per_second=0.0
         )
@@ -240,9 +242,10 @@ class Swarm:
             self._stop.set_result(message.reason)
 
 
-def _fragments(configure: Configure, arena: SharedArena, count: int) -> tuple[FragmentState, ...]:
+def _fragments(configure: Configure, arena: SharedArena, run: RunManifest) -> tuple[FragmentState, ...]:
     """The fragments as they lie in the arena, or empty ones that must be fetched."""
-    fragments = tuple(FragmentState(index, configure.layout, arena) for index in range(count))
+    kind = GradientSum if run.averaging.mode == "gradient" else Difference
+    fragments = tuple(FragmentState(index, configure.layout, arena, kind()) for index in range(run.run.fragments))
     for state, meta in zip(fragments, configure.fragments or (), strict=False):
         state.restore(meta)
         state.uncertain = not configure.clean

@@ -81,7 +81,7 @@ class TrainingLink:
             return
         done = await answer
         if not keep:
-            state.taken = state.late = None
+            state.give_up()
             state.ledger = state.ledger.drop(done.samples, done.steps)
 
     async def quiesce(self, fragments: Sequence[FragmentState]) -> None:

@@ -1,7 +1,7 @@
 """Bases on the wire: serving one frozen snapshot per version, and fetching one, verified by its digest.
 
-A donor is believed in nothing: parameters, momentum, total samples and the history of receipts must hash to the digest
-that was asked for. What this does not stop: peers that agree on a false base.
+A donor is believed in nothing: parameters, outer optimizer state, total samples and the history of receipts must hash
+to the digest that was asked for. What this does not stop: peers that agree on a false base.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TransferFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenBase:
-    """The bytes of one base (parameters, then momentum, float32 little endian) and what belongs to it."""
+    """The bytes of one base (parameters, then outer optimizer state, float32 little endian) and what belongs to it."""
 
     version: int
     digest: bytes
@@ -55,14 +55,14 @@ class FrozenBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedBase:
-    """A verified base: two float32 tensors of ``(size,)``, and the receipts of the versions before it."""
+    """A verified base: float32 ``(size,)``, its outer state ``(states, size)``, the receipts of the versions before."""
 
     claim: Claim
     total_element_samples: int
     history: bytes
     history_before: bytes
     base: torch.Tensor
-    momentum: torch.Tensor
+    outer_state: torch.Tensor
     receipts: tuple[Receipt, ...]
     donor: str
     bytes_received: int
@@ -138,6 +138,7 @@ async def receive_base(
     *,
     fragment: int,
     size: int,
+    states: int,
     claim: Claim,
     donor: str,
     on_bytes: Callable[[int], None] = lambda _: None,
@@ -145,12 +146,13 @@ async def receive_base(
     """Take a base from a donor's stream and verify it.
 
     :param size: elements of the fragment; the stream may not bring a byte more than belongs to it
+    :param states: vectors of outer optimizer state
     :param donor: whom the stream is from, for the record
     :param on_bytes: told of every chunk's length as it arrives
     :raises TransferFailed: when the donor ends early, sends anything malformed, or other bytes than announced
     """
     header: BaseHeader | None = None
-    expected = 2 * size * FLOAT32.itemsize
+    expected = (1 + states) * size * FLOAT32.itemsize
     buffer = bytearray(expected)
     received = 0
     async for answer in answers:
@@ -175,7 +177,7 @@ async def receive_base(
     if received != expected:
         raise TransferFailed(f"ended after {received} of {expected} bytes")
     values = torch.from_numpy(np.frombuffer(buffer, dtype=FLOAT32).astype(np.float32, copy=False))
-    base, momentum = values[:size], values[size:]
+    base, outer_state = values[:size], values[size:].view(states, size)
     total = int.from_bytes(header.total_element_samples, "little")
     if total // size != claim.total_samples:
         raise TransferFailed(f"sent a base of {total // size} samples instead of {claim.total_samples}")
@@ -189,7 +191,7 @@ async def receive_base(
         total_element_samples=total,
         history=history,
         base=base,
-        momentum=momentum,
+        outer_state=outer_state,
     )
     if digest != claim.digest:
         raise TransferFailed("sent bytes that do not match the announced digest")
@@ -199,7 +201,7 @@ async def receive_base(
         history=history,
         history_before=header.history,
         base=base,
-        momentum=momentum,
+        outer_state=outer_state,
         receipts=tuple(header.receipts),
         donor=donor,
         bytes_received=received,

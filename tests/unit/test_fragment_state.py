@@ -44,7 +44,7 @@ class Peer:
             FragmentMeta(
                 version=0,
                 digest=base_digest(
-                    fragment=0, version=0, total_element_samples=0, history=NO_HISTORY, base=zeros, momentum=zeros
+                    fragment=0, version=0, total_element_samples=0, history=NO_HISTORY, base=zeros, outer_state=zeros
                 ),
                 total_element_samples=0,
                 history=NO_HISTORY,
@@ -59,15 +59,15 @@ class Peer:
     def save(self) -> None:
         """A checkpoint, through JSON as on the disk."""
         record = json.loads(json.dumps(self.state.record.to_json()))
-        tensors = self.state.base.clone(), self.state.momentum.clone(), self.parameters.clone()
+        tensors = self.state.base.clone(), self.state.outer_state.clone(), self.parameters.clone()
         self.saved = self.samples, record, tensors
 
     def restart(self, *, clean: bool) -> None:
         """Begin again from the checkpoint, as ``BaseKeeper.sync`` does. A snapshot does not survive that."""
-        samples, record, (base, momentum, parameters) = self.saved
+        samples, record, (base, outer_state, parameters) = self.saved
         self.state = FragmentState(0, LAYOUT, SharedArena.create(SIZE))
         self.state.base.copy_(base)
-        self.state.momentum.copy_(momentum)
+        self.state.outer_state.copy_(outer_state)
         self.state.snapshot.copy_(base)
         self.state.restore(FragmentMeta.from_json(record))
         self.state.uncertain = not clean
@@ -137,7 +137,7 @@ class Peer:
             history=frozen.history,
             history_before=before,
             base=donor.state.base.clone(),
-            momentum=donor.state.momentum.clone(),
+            outer_state=donor.state.outer_state.clone(),
             receipts=sent,
             donor="d",
             bytes_received=len(frozen.payload),
@@ -171,7 +171,7 @@ def average_of(peers: Sequence[Peer], parts: Sequence[AveragedPart]) -> torch.Te
     weights = torch.zeros(SIZE, dtype=torch.float64)
     for part in parts:
         for index in part.included:
-            contribution = peers[index].state.contribution().double()
+            contribution = peers[index].state.contribution(peers[index].member().spans).double()
             for span in peers[index].member().spans:
                 where = slice(max(span.start, part.start), max(span.start, part.start, min(span.stop, part.stop)))
                 average[where] += span.samples * contribution[where]
@@ -252,7 +252,7 @@ def test_the_digest_of_a_committed_base_is_that_of_its_bytes(pair: tuple[Peer, P
         total_element_samples=state.total_element_samples,
         history=extend_history(NO_HISTORY, state.receipts[0]),
         base=state.base,
-        momentum=state.momentum,
+        outer_state=state.outer_state,
     )
 
 
@@ -262,7 +262,7 @@ def test_nothing_in_place_changes_before_the_commit(pair: tuple[Peer, Peer]) -> 
     before = first.state.frozen(), first.state.snapshot.clone(), first.state.ledger
     plan = plan_of([first])
     parts = [AveragedPart(start=0, stop=SIZE, included=[0])]
-    new = first.state.next_base(OUTER, plan, first.state.contribution(), parts)
+    new = first.state.next_base(OUTER, plan, first.state.contribution(first.member().spans), parts)
     assert new.version == 1 and new.total_element_samples == 8 * SIZE
     assert (first.state.frozen(), first.state.ledger) == (before[0], before[2])
     assert torch.equal(first.state.snapshot, before[1])

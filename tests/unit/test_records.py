@@ -19,7 +19,7 @@ from dht_config.identity import (
     load_or_create_identity,
     load_or_create_organiser_key,
 )
-from dht_config.manifest import parse_manifest, run_id
+from dht_config.manifest import PROTOCOL_VERSION, parse_manifest, run_id
 from dht_config.records import (
     FragmentClaim,
     PeerProfile,
@@ -220,7 +220,7 @@ def test_a_signed_manifest_names_its_run_its_organiser_and_nothing_else_passes(
     for change in (
         {"initial_digests": (DIGEST, bytes(32))},
         {"task_version": 2},
-        {"protocol_version": 2},
+        {"protocol_version": PROTOCOL_VERSION + 1},
         {"software_version": "9"},
         {"manifest_json": signed.manifest_json.replace("tiny", "huge")},
         {"organiser_public_key": bytes(32)},
@@ -260,11 +260,11 @@ def test_an_organiser_cannot_sign_a_manifest_that_is_none(signed: SignedManifest
 def test_a_manifest_of_another_protocol_version_has_a_run_id_but_cannot_be_read(
     signed: SignedManifest, organiser_key: OrganiserKey
 ) -> None:
-    newer = resigned(organiser_key, signed, protocol_version=2)
+    newer = resigned(organiser_key, signed, protocol_version=PROTOCOL_VERSION + 1)
     newer.verify(organiser_key.public_key)
     assert newer.run_id().startswith("tiny-")
     assert newer.run_id() != signed.run_id()
-    with pytest.raises(RecordError, match="protocol version 2"):
+    with pytest.raises(RecordError, match=f"protocol version {PROTOCOL_VERSION + 1}"):
         newer.manifest()
 
 

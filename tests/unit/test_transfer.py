@@ -32,7 +32,7 @@ from peers.transfer import (
     receive_base,
 )
 
-SIZE = 200_000  # parameters and momentum together are more than one chunk
+SIZE = 200_000  # parameters and outer state together are more than one chunk
 FRAGMENT = 2
 
 
@@ -67,7 +67,7 @@ def frozen_base(
         total_element_samples=total,
         history=history,
         base=values[:SIZE],
-        momentum=values[SIZE:],
+        outer_state=values[SIZE:],
     )
     return FrozenBase(
         version=version,
@@ -110,14 +110,14 @@ def receive(answers: Iterable[BaseAnswer], *, claim: Claim = CLAIM, size: int = 
         for answer in answers:
             yield answer
 
-    return asyncio.run(receive_base(stream(), fragment=FRAGMENT, size=size, claim=claim, donor="d"))
+    return asyncio.run(receive_base(stream(), fragment=FRAGMENT, size=size, states=1, claim=claim, donor="d"))
 
 
 def test_a_base_arrives_bit_for_bit_with_its_receipts() -> None:
     answers = answers_for()
     assert len(answers) == 1 + -(-2 * 4 * SIZE // CHUNK_BYTES)
     fetched = receive(answers)
-    assert fetched.base.numpy().tobytes() + fetched.momentum.numpy().tobytes() == BASE.payload
+    assert fetched.base.numpy().tobytes() + fetched.outer_state.numpy().tobytes() == BASE.payload
     assert fetched.claim == CLAIM
     assert fetched.total_element_samples == BASE.total_element_samples
     assert fetched.receipts == BASE.receipts
@@ -133,7 +133,9 @@ def test_progress_is_told_chunk_by_chunk() -> None:
         for answer in answers:
             yield answer
 
-    asyncio.run(receive_base(stream(), fragment=FRAGMENT, size=SIZE, claim=CLAIM, donor="d", on_bytes=lengths.append))
+    asyncio.run(
+        receive_base(stream(), fragment=FRAGMENT, size=SIZE, states=1, claim=CLAIM, donor="d", on_bytes=lengths.append)
+    )
     assert lengths == [CHUNK_BYTES, len(BASE.payload) - CHUNK_BYTES]
 
 

@@ -1,0 +1,162 @@
+"""Rounds without a daemon: the peers' Round objects of one group, wired by queues that carry serialised messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from hivemind.p2p import PeerID
+
+from peers.codecs import get_codec
+from peers.ledger import PendingSpan
+from peers.messages import Average, Part
+from peers.residual import AverageResidual
+from peers.round import GroupMember, Round, RoundPlan, RoundResult, RoundVoid, split_fragment
+
+GROUP_ID = b"a group of this test"
+PATIENT_SECONDS = 20.0
+HASTY_SECONDS = 1.0
+Tamper = Callable[[int, int, "Part | Average"], "Part | Average | None"]
+
+
+def peer(index: int) -> PeerID:
+    return PeerID(b"\x12\x20" + bytes([index]) * 32)
+
+
+def whole(size: int, samples: int, steps: int = 1) -> tuple[PendingSpan, ...]:
+    return (PendingSpan(start=0, stop=size, samples=samples, steps=steps if samples else 0),)
+
+
+def plan_for(spans: Sequence[tuple[PendingSpan, ...]], size: int, part_elements: int = 4) -> RoundPlan:
+    return RoundPlan(
+        group_id=GROUP_ID,
+        tick=17,
+        fragment=0,
+        size=size,
+        members=tuple(
+            GroupMember(
+                peer_id=peer(index),
+                spans=own,
+                samples=100 + max(span.samples for span in own),
+                steps=10 + max(span.steps for span in own),
+            )
+            for index, own in enumerate(spans)
+        ),
+        ranges=split_fragment(size, len(spans), part_elements),
+    )
+
+
+@dataclass
+class Network:
+    """Carries messages between the rounds of one group; what goes wrong is said here.
+
+    :param dead_reducers: members that answer nobody
+    :param mute_to: (sender, reducer) pairs in which the sender's parts never arrive, from a part number on
+    :param tamper: may change or drop a message: (sender, receiver, message)
+    """
+
+    plan: RoundPlan
+    dead_reducers: set[int] = field(default_factory=set)
+    silent_reducers: set[int] = field(default_factory=set)
+    mute_to: dict[tuple[int, int], int] = field(default_factory=dict)
+    tamper: Tamper = lambda sender, receiver, message: message
+    wait_seconds: float = PATIENT_SECONDS
+    codec: str = "float32"
+    answer_codec: str = "float32"
+    residuals: dict[int, AverageResidual] = field(default_factory=dict)
+    on_sent: Sequence[Callable[[int, int, torch.Tensor], None]] = ()
+    sent: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By member: what the reducers count of its contribution."""
+    rounds: dict[int, Round] = field(default_factory=dict)
+    pumps: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def caller(self, sender: int) -> Callable[[PeerID, AsyncIterator[Part]], object]:
+        async def call(reducer_id: PeerID, parts: AsyncIterator[Part]) -> AsyncIterator[Average]:
+            reducer = self.plan.index(reducer_id)
+            assert reducer is not None
+            if reducer in self.dead_reducers:
+                raise ConnectionError("nobody answers")
+            return self._exchange(sender, reducer, parts)
+
+        return call
+
+    async def _exchange(self, sender: int, reducer: int, parts: AsyncIterator[Part]) -> AsyncIterator[Average]:
+        wire: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=2)
+
+        async def pump() -> None:
+            number = 0
+            async for part in parts:
+                if number >= self.mute_to.get((sender, reducer), 2**30):
+                    await asyncio.Event().wait()  # frozen: neither a part nor an end
+                number += 1
+                changed = self.tamper(sender, reducer, part)
+                if changed is not None:
+                    await wire.put(changed.SerializeToString())
+            await wire.put(None)
+
+        async def arriving() -> AsyncIterator[Part]:
+            while (raw := await wire.get()) is not None:
+                message = Part()
+                message.ParseFromString(raw)
+                yield message
+
+        pumping = asyncio.create_task(pump())
+        self.pumps.add(pumping)
+        if reducer in self.silent_reducers:
+            await asyncio.Event().wait()
+        try:
+            async with contextlib.aclosing(self.rounds[reducer].answer(arriving(), peer(sender))) as answers:
+                async for answer in answers:
+                    changed = self.tamper(reducer, sender, answer)
+                    if changed is not None:
+                        message = Average()
+                        message.ParseFromString(changed.SerializeToString())
+                        yield message
+        finally:
+            pumping.cancel()
+
+
+def hold(network: Network, contributions: Sequence[torch.Tensor]) -> list[RoundResult | RoundVoid]:
+    """One round of everyone; for each member its result or why it has none."""
+
+    async def scene() -> list[RoundResult | RoundVoid]:
+        for index, contribution in enumerate(contributions):
+            sent = network.sent[index] = contribution.clone()
+
+            def note(
+                start: int, stop: int, decoded: torch.Tensor, index: int = index, sent: torch.Tensor = sent
+            ) -> None:
+                sent[start:stop] = decoded
+                if network.on_sent:
+                    network.on_sent[index](start, stop, decoded)
+
+            network.rounds[index] = Round(
+                network.plan,
+                peer(index),
+                contribution,
+                network.caller(index),
+                network.wait_seconds,
+                codec=get_codec(network.codec),
+                answer_codec=get_codec(network.answer_codec),
+                residual=network.residuals.setdefault(index, AverageResidual()).of,
+                on_sent=note,
+            )
+        outcomes = await asyncio.gather(*(round_.run() for round_ in network.rounds.values()), return_exceptions=True)
+        for pump in network.pumps:
+            pump.cancel()
+        await asyncio.gather(*network.pumps, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, RoundVoid):
+                raise outcome
+        return outcomes  # type: ignore[return-value]
+
+    return asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def committed(outcomes: Sequence[RoundResult | RoundVoid]) -> list[RoundResult]:
+    results = [outcome for outcome in outcomes if isinstance(outcome, RoundResult)]
+    assert len(results) == len(outcomes), outcomes
+    return results
