@@ -435,21 +435,19 @@ def _write_report(path: Path, report: Report) -> None:
 
 
 def _print_report(console: Console, report: Report) -> None:
-    # Fits into 80 columns.
+    # Fits into 80 columns. Numbers are never cut; a long name is folded before it vanishes.
     table = Table(title=f"{report.run_id}, {report.seconds:g} s", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("peer", overflow="fold")
-    headings = ("alone", "in swarm", "processed", "credited", "pending", "steps", "rounds", "carried", "share")
-    for heading in headings:
+    table.add_column("peer", overflow="fold", min_width=4)
+    for heading in ("alone", "swarm", "processed", "credited", "pending", "rounds", "carried", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
     for peer in report.peers:
         table.add_row(
             Text(peer.name),
-            f"{peer.solo_samples_per_second:.1f}",
-            f"{peer.swarm_samples_per_second:.1f}",
+            _figure(peer.solo_samples_per_second),
+            _figure(peer.swarm_samples_per_second),
             f"{peer.processed_samples}",
-            f"{peer.credited_samples:.1f}",
-            f"{peer.pending_samples:.1f}",
-            f"{peer.inner_steps}",
+            _figure(peer.credited_samples),
+            _figure(peer.pending_samples),
             f"{peer.rounds_committed}",
             f"{peer.rounds_carried}",
             f"{100 * peer.share:.0f} %",
@@ -459,10 +457,15 @@ def _print_report(console: Console, report: Report) -> None:
         _say(console, line)
 
 
+def _figure(value: float) -> str:
+    """To a tenth, as far as a tenth matters."""
+    return f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
+
+
 def _summary(report: Report) -> list[str]:
     """The swarm's lines, and the verdict."""
     lines = [
-        "alone, in swarm: samples/s; rounds: committed; share: of all credited samples.",
+        "alone, swarm: samples/s; rounds: committed; share: of all credited samples.",
         f"Efficiency {report.efficiency:.3f} of the sum of what the peers do alone; credited alone "
         f"{report.credited_efficiency:.3f}.",
         f"Digests {'agree' if report.digests_agree else 'do not agree'}: {report.digests_compared} versions of "

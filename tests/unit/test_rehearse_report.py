@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import signal
@@ -261,6 +262,33 @@ def test_the_verdict_is_good_only_if_there_is_nothing_to_tell() -> None:
     assert "left behind: process 7 (p2pd)" in verdict(bad)
     killed = build_report(RUN, [PeerRecord(name="8", events=fast_peer(), exit_code=-signal.SIGKILL)])
     assert "peer 8 did not leave in time and was killed" in verdict(killed)
+
+
+@pytest.mark.parametrize(
+    ("names", "scale"), [(["80", "laptop-cpu-10"], 1), (["4090", "laptop-cpu"], 100), (["80", "8"], 10_000)]
+)
+def test_the_table_tells_everything_in_80_columns(names: list[str], scale: int, tmp_path: Path) -> None:
+    report = report_of(fast_peer(), slow_peer())
+    peers = [
+        dataclasses.replace(
+            peer,
+            name=name,
+            processed_samples=peer.processed_samples * scale,
+            credited_samples=peer.credited_samples * scale,
+        )
+        for peer, name in zip(report.peers, names, strict=True)
+    ]
+    path = tmp_path / "output.txt"
+    with path.open("w") as output:
+        rehearse_module._print_report(Console(file=output, width=80), dataclasses.replace(report, peers=peers))
+    table = path.read_text().split("alone, swarm:")[0].splitlines()
+    assert all(len(line) <= 80 for line in table) and "…" not in "".join(table)
+    heading = next(line for line in table if "alone" in line)
+    assert heading.split() == ["peer", *"alone swarm processed credited pending rounds carried share".split()]
+    rows = table[table.index(heading) + 2 :]
+    assert "".join(line[:12].split(" ")[1] for line in rows if line.strip()) == "".join(names)
+    for peer in peers:
+        assert any(f" {peer.processed_samples} " in line for line in rows)
 
 
 # --- processes: peers that pretend, in place of the program
