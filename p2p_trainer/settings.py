@@ -16,16 +16,14 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from dht_config.errors import ExitCode, P2PTrainerError
+from dht_config.errors import UsageError
 from dht_config.network import NetworkSettings
 
 ENVIRONMENT_PREFIX = "P2P_TRAINER_"
 
 
-class SettingsError(P2PTrainerError):
+class SettingsError(UsageError):
     """A setting has a value that cannot be used."""
-
-    exit_code = ExitCode.USAGE
 
 
 def default_settings_file() -> Path:

@@ -205,6 +205,22 @@ def test_a_flag_that_cannot_be_used(flags: list[str], code: ExitCode, says: str)
     assert not note.exists() or not Path(note.read_text()).exists(), "a socket directory is left behind"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["rehearse", "--peers", "80,x"],
+        ["rehearse", "--seconds", "0"],
+        ["rehearse", "--seconds", "nan"],
+        ["status", INVITE, "--wait-seconds", "-1"],
+        ["status", INVITE, "--wait-seconds", "nan"],
+        ["join", INVITE, "--wait-seconds", "-1"],
+        ["bootstrap", "digits", "--checkpoint-seconds", "0"],
+    ],
+)
+def test_an_option_that_cannot_be_used_is_wrong_usage_whatever_the_command(arguments: list[str]) -> None:
+    fails(arguments, ExitCode.USAGE, arguments[-2], arguments[-1])
+
+
 def test_status_of_an_invite_with_nobody_behind_it_names_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from dht_config.errors import ManifestError, RehearsalError
+from dht_config.errors import DirectoryError, ManifestError, P2PTrainerError, RehearsalError, UsageError
 from p2p_trainer import rehearse as rehearse_module
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.rehearse import ProgramCommands, RehearseOptions, rehearse
@@ -476,19 +476,19 @@ def test_ctrl_c_and_term_end_every_process(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "kind", "words"),
     [
-        ({"peers": "80,fast"}, "'fast'"),
-        ({"seconds": 0.0}, "--seconds 0"),
-        ({"seconds": float("nan")}, "--seconds nan"),
-        ({"json_path": Path("/nonexistent/report.json")}, "/nonexistent/report.json"),
+        ({"peers": "80,fast"}, UsageError, "'fast'"),
+        ({"seconds": 0.0}, UsageError, "--seconds 0"),
+        ({"seconds": float("nan")}, UsageError, "--seconds nan"),
+        ({"json_path": Path("/nonexistent/report.json")}, DirectoryError, "/nonexistent/report.json"),
     ],
 )
 def test_options_that_cannot_be_used_are_told_before_anything_starts(
-    tmp_path: Path, changes: dict[str, Any], words: str
+    tmp_path: Path, changes: dict[str, Any], kind: type[P2PTrainerError], words: str
 ) -> None:
     console, _ = quiet_console(tmp_path)
-    with pytest.raises(RehearsalError) as caught:
+    with pytest.raises(kind) as caught:
         rehearse(options(tmp_path, **changes), console=console, commands=Pretenders(tmp_path))
     assert words in caught.value.problem
     assert not (tmp_path / "rehearsal").exists()
@@ -501,7 +501,7 @@ def test_a_manifest_that_is_not_there_is_told_before_anything_starts(tmp_path: P
 
 def test_a_directory_of_an_earlier_rehearsal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rehearsal" / "peer-80").mkdir(parents=True)
-    with pytest.raises(RehearsalError, match="not empty"):
+    with pytest.raises(DirectoryError, match="not empty"):
         rehearse(options(tmp_path), commands=Pretenders(tmp_path))
 
 
