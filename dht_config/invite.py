@@ -107,7 +107,7 @@ class Invite(BaseModel):
         if not _MIN_BYTES <= following_bytes <= _MAX_BYTES:
             # No invite has this length, so nothing is known of how much is missing.
             raise InviteError(
-                problem=f"This is no invite, or it was changed on its way: what follows {INVITE_PREFIX} makes no sense.",
+                problem=f"This is no invite, or it was changed on its way: no invite goes on after {INVITE_PREFIX} so.",
                 remedy=_REMEDY,
             )
         if len(code) < total_characters:
