@@ -183,8 +183,12 @@ class Swarm:
         run = configure.signed_manifest.manifest()
         node.protocol.wait_timeout = min(3.0, max(0.5, run.averaging.matchmaking_seconds / 2))
         self._fragments = _fragments(configure, arena, run.run.fragments)
+        credited = sum(state.ledger.credited_element_samples() for state in self._fragments)
         self._training.progress = Progress(
-            samples=configure.samples, steps=configure.steps, credited_samples=0.0, samples_per_second=0.0
+            samples=configure.samples,
+            steps=configure.steps,
+            credited_samples=credited / configure.layout.num_elements,
+            samples_per_second=0.0,
         )
         context = RunContext(
             settings=settings,
