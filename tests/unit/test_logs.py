@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from peers.process import _note_stray_exception
 
 SCRIPT = """
 import asyncio, logging, os, sys
@@ -80,3 +84,29 @@ def test_with_verbose_everything_does_once_and_in_our_format() -> None:
         assert sum(f"hivemind.averaging.own: from hivemind.averaging.own in {where}" in line for line in lines) == 1
         assert sum(line.endswith(f"WARN hivemind: a warning in {where}") for line in lines) == 1, json.dumps(lines)
     assert sum("Task exception was never retrieved" in line for line in lines) == 2
+
+
+def test_a_task_that_nobody_awaits_is_told_if_it_is_ours(caplog: pytest.LogCaptureFixture) -> None:
+    class Told:
+        """A task or handle that shows itself in these words."""
+
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+        def __repr__(self) -> str:
+            return self.text
+
+    loop = asyncio.new_event_loop()
+
+    def levels(**context: object) -> list[int]:
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, "peers.process"):
+            _note_stray_exception(loop, {"message": "m", "exception": ValueError("x"), **context})
+        return [record.levelno for record in caplog.records]
+
+    ours = Told("<Task finished coro=<RoundKeeper.hold() done, defined at /site-packages/peers/rounds.py:1>>")
+    theirs = Told("<Task finished coro=<P2P._read() done, defined at /site-packages/hivemind/p2p/p2p_daemon.py:1>>")
+    assert levels(task=ours) == [logging.ERROR]
+    assert levels(handle=Told("<Handle Swarm.receive()>")) == [logging.ERROR]
+    assert levels(task=theirs) == levels(future=Told("<Future finished exception=ValueError()>")) == [logging.DEBUG]
+    loop.close()

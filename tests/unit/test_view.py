@@ -195,7 +195,8 @@ def test_plain_lines_can_be_asked_for_on_a_terminal() -> None:
 def test_the_last_line_tells_what_was_done_and_whether_it_is_kept() -> None:
     kept = farewell(AVERAGING, Path("/data/peer"), "")
     assert kept == (
-        "Left the run: 1,200 samples processed, 1,100 credited; progress saved in /data/peer. The same command continues."
+        "Left the run: 1,200 samples processed, 1,100 credited; progress saved in /data/peer. "
+        "The same command continues."
     )
     lost = farewell(AVERAGING, Path("/data/peer"), "The checkpoint cannot be written: No space left on device.")
     assert "progress NOT saved (The checkpoint cannot be written: No space left on device): /data/peer has" in lost
