@@ -47,6 +47,12 @@ class P2PTrainerError(Exception):
         return type(self), (self.problem, self.remedy)
 
 
+class UsageError(P2PTrainerError):
+    """An option or a setting has a value that cannot be used, or one that is needed is missing."""
+
+    exit_code = ExitCode.USAGE
+
+
 class ManifestError(P2PTrainerError):
     """The run manifest, or a field in it, cannot be used."""
 

@@ -39,12 +39,17 @@ from dht_config.errors import AddressError, InviteError
 
 INVITE_PREFIX = "p2pt1"
 MAX_ADDRESSES = 16
-MAX_INVITE_CHARACTERS = 64 * 1024
+MAX_TEXT_CHARACTERS = 64 * 1024
+"""What an invite may stand in: a whole chat or mail."""
 
 _KEY_BYTES = 32
 _CHECK_BYTES = 5
 _DIGEST_BYTES = 32
 _SAME_PEER = 0x8000
+_MAX_TRANSPORT_BYTES = 260
+"""A host name of 253 characters, a port, and what says so."""
+_MIN_BYTES = 1 + 1 + _KEY_BYTES + 1 + _CHECK_BYTES
+_MAX_BYTES = 1 + 64 + _KEY_BYTES + 1 + MAX_ADDRESSES * (2 + _MAX_TRANSPORT_BYTES + _DIGEST_BYTES) + _CHECK_BYTES
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _REMEDY = "Copy the whole invite again from where you got it, or ask the organiser for a new one."
 
@@ -97,8 +102,14 @@ class Invite(BaseModel):
         # Two bytes of length are in the first four characters.
         if len(code) < 4:
             raise _cut_off(f"only {len(code)} characters are there")
-        total_bytes = 2 + int.from_bytes(_from_base32(code[:4])[:2], "big")
-        total_characters = (total_bytes * 8 + 4) // 5
+        following_bytes = int.from_bytes(_from_base32(code[:4])[:2], "big")
+        total_characters = ((2 + following_bytes) * 8 + 4) // 5
+        if not _MIN_BYTES <= following_bytes <= _MAX_BYTES:
+            # No invite has this length, so nothing is known of how much is missing.
+            raise InviteError(
+                problem=f"This is no invite, or it was changed on its way: no invite goes on after {INVITE_PREFIX} so.",
+                remedy=_REMEDY,
+            )
         if len(code) < total_characters:
             there, whole = len(INVITE_PREFIX) + len(code), len(INVITE_PREFIX) + total_characters
             raise _cut_off(f"{there} of {whole} characters are there")
@@ -113,8 +124,11 @@ class Invite(BaseModel):
 
 def _code_in(text: str) -> str:
     """The base32 characters after the prefix, whatever stands between and around them."""
-    if len(text) > MAX_INVITE_CHARACTERS:
-        raise InviteError(problem="This is far too long for an invite.", remedy=_REMEDY)
+    if len(text) > MAX_TEXT_CHARACTERS:
+        raise InviteError(
+            problem=f"This is far too long for an invite: {len(text)} characters.",
+            remedy="Copy only the invite; most have about 200 characters.",
+        )
     letters = re.sub(r"[^a-z0-9]", "", text.lower())
     # 1 is not a base32 digit, so the prefix cannot stand by chance inside an invite.
     _, found, code = letters.partition(INVITE_PREFIX)
@@ -197,7 +211,7 @@ def _from_base32(code: str) -> bytes:
 
 
 def _cut_off(detail: str) -> InviteError:
-    return InviteError(problem=f"The invite is cut off: {detail}.", remedy=_REMEDY)
+    return InviteError(problem=f"The invite's end is cut off: {detail}.", remedy=_REMEDY)
 
 
 def _changed() -> InviteError:

@@ -39,7 +39,8 @@ class NetworkSettings(BaseModel):
         except ValueError:
             raise AddressError(
                 problem=f'The host to listen on, "{host}", is not an IP address.',
-                remedy="Use 0.0.0.0 for every IPv4 interface, 127.0.0.1 for this machine alone, :: for IPv6.",
+                remedy="Use 0.0.0.0 for every IPv4 interface, 127.0.0.1 for this machine alone, :: for IPv6. A name "
+                "goes into --announce, such as /dns4/peer.example.org/tcp/31337.",
             ) from None
 
     @field_validator("announce")

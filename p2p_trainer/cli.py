@@ -1,4 +1,4 @@
-"""The command line: four commands, one line per failure, stable exit codes."""
+"""The command line: a few commands, one line per failure, stable exit codes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from dht_config.address import parse_addresses
-from dht_config.errors import DirectoryError, ExitCode, InviteError, P2PTrainerError, RehearsalError
+from dht_config.errors import DirectoryError, ExitCode, InviteError, P2PTrainerError, RehearsalError, UsageError
 from dht_config.invite import Invite
-from p2p_trainer.settings import load_settings
+from dht_config.manifest import EXAMPLES, example_manifest
+from p2p_trainer.json_lines import JsonLines
+from p2p_trainer.settings import load_settings, parse_given_addresses
+
+MAX_WAIT_SECONDS = 10**7
 
 app = typer.Typer(
     name="p2p-trainer",
@@ -47,6 +51,9 @@ KnownPeer = Annotated[list[str] | None, typer.Option("--peer", help="Address of 
 Wait = Annotated[float | None, typer.Option("--wait-seconds", help="How long to try to reach anybody.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines instead of a live display.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+EventsAsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object a line for programs; text goes to standard error.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens inside, to standard error.")]
 
 
@@ -72,7 +79,7 @@ def join(
         bool, typer.Option("--allow-files", help="Let an invited run read the files it names on this machine.")
     ] = False,
     invite_file: Annotated[Path | None, typer.Option(help="Write an invite to this peer into this file.")] = None,
-    as_json: AsJson = False,
+    as_json: EventsAsJson = False,
     plain: Plain = False,
     verbose: Verbose = False,
 ) -> None:
@@ -110,7 +117,7 @@ def bootstrap(
     peer: KnownPeer = None,
     checkpoint_seconds: Annotated[float | None, typer.Option(help="Time between saves of the bases.")] = None,
     invite_file: Annotated[Path | None, typer.Option(help="Write the invite into this file.")] = None,
-    as_json: AsJson = False,
+    as_json: EventsAsJson = False,
     plain: Plain = False,
     verbose: Verbose = False,
 ) -> None:
@@ -132,7 +139,13 @@ def bootstrap(
 
 @app.command()
 def status(
-    invite: Annotated[str, typer.Argument(help="The run's invite.", show_default=False)],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="The run's invite; or its manifest or the name of an example, with a --peer to ask.",
+            show_default=False,
+        ),
+    ],
     peer: KnownPeer = None,
     wait_seconds: Annotated[float, typer.Option(help="How long to try to reach anybody.")] = 15.0,
     as_json: AsJson = False,
@@ -143,23 +156,38 @@ def status(
     with _Reporting(as_json):
         import asyncio
 
+        from p2p_trainer.logs import quiet_libraries
         from p2p_trainer.status import status_report, status_table
+        from p2p_trainer.target import read_target
         from peers.observer import observe
 
-        known = Invite.decode(invite)
-        addresses, problems = parse_addresses([*(peer or ()), *known.addresses])
-        if problems and not addresses:
-            raise problems[0]
+        quiet_libraries(verbose=verbose)
+        if not 0 <= wait_seconds <= MAX_WAIT_SECONDS:
+            raise UsageError(
+                f"--wait-seconds: {wait_seconds:g} cannot be used, it must be a number from 0 to {MAX_WAIT_SECONDS}.",
+                "Correct it or leave it out.",
+            )
+        given = parse_given_addresses(peer or (), "--peer")
+        run = read_target(target)
+        known, problems = parse_addresses(run.addresses)
+        for problem in problems:
+            print(f"Ignored: {problem}", file=sys.stderr)
+        if not given and not known:
+            raise UsageError(
+                f"This says which run it is ({run.run_id}), but not where.",
+                "Give the address of one of its peers with --peer, or the run's invite instead.",
+            )
         observation = asyncio.run(
             observe(
-                known.run_id,
-                known.organiser_public_key,
-                addresses,
+                run.run_id,
+                run.invite.organiser_public_key if run.invite is not None else None,
+                [*given, *known],
+                ours_json=run.manifest.canonical_json() if run.manifest is not None else "",
                 wait_seconds=wait_seconds,
                 on_waiting=lambda text: print(text, file=sys.stderr),
             )
         )
-        report = status_report(known.run_id, observation)
+        report = status_report(run.run_id, observation)
         if as_json:
             print(json.dumps(report))
         else:
@@ -199,6 +227,15 @@ def rehearse(
             raise RehearsalError("The rehearsal broke a promise; see the verdict above.", "Please report it.")
 
 
+@app.command()
+def example(
+    name: Annotated[str | None, typer.Argument(help="stdlib-text or digits; without it, both names.")] = None,
+) -> None:
+    """Print a shipped run manifest, to make your own from: p2p-trainer example stdlib-text > run.toml"""
+    with _Reporting(as_json=False):
+        sys.stdout.write(example_manifest(name) if name is not None else "".join(f"{one}\n" for one in EXAMPLES))
+
+
 def _live(
     role: Any,
     text: str,
@@ -216,9 +253,13 @@ def _live(
         settings = load_settings(flags, settings_file)
         from rich.console import Console
 
-        from p2p_trainer.session import Session, leave_on_signal
+        from p2p_trainer.logs import quiet_libraries
+        from p2p_trainer.session import Listener, Session, leave_on_signal
         from p2p_trainer.target import read_target
         from p2p_trainer.view import LiveView
+
+        quiet_libraries(verbose=verbose)
+        lines = JsonLines()
 
         def announce(invite: Invite) -> None:
             code = invite.encode()
@@ -232,7 +273,7 @@ def _live(
                         f"The invite cannot be written to {invite_file}: {error.strerror}.", "Check --invite-file."
                     ) from error
             if as_json:
-                print(json.dumps({"invite": code, "run_id": invite.run_id, "addresses": invite.addresses}), flush=True)
+                lines.write({"event": "invite", "invite": code, "run_id": invite.run_id, "addresses": invite.addresses})
             elif role == "serving" or starts:
                 print(f"Volunteers join with:\n\n  p2p-trainer join {code}\n", flush=True)
 
@@ -243,9 +284,10 @@ def _live(
             starts = target.manifest is not None
             # With --json, standard output is for programs alone.
             with LiveView(Console(stderr=as_json), plain=plain or as_json) as view:
-                reason = Session(target, settings, role, view, leave, announce).run()
-            if as_json:
-                print(json.dumps({"left": reason}), flush=True)
+                listener = Listener(invite=announce, event=lines.event) if as_json else Listener(invite=announce)
+                session = Session(target, settings, role, view, leave, listener)
+                session.run()
+            print(session.farewell, file=sys.stderr if as_json else sys.stdout, flush=True)
         if leave.requests > 1:
             raise typer.Exit(ExitCode.INTERRUPTED)
 
@@ -289,8 +331,6 @@ def _log_to_stderr(verbose: bool) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    # hivemind reports every lost connection as a warning, with a traceback; a volunteer can do nothing about it.
-    logging.getLogger("hivemind").setLevel(logging.WARNING if verbose else logging.CRITICAL)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import difflib
 import math
 from dataclasses import dataclass
 
-from dht_config.errors import RehearsalError
+from dht_config.errors import UsageError
 
 FASTEST_SAMPLES_PER_SECOND = 80.0
 """What the machine of FASTEST_TFLOPS is emulated with."""
@@ -64,14 +64,14 @@ def parse_peers(text: str) -> tuple[EmulatedPeer, ...]:
     Each piece is a number of samples a second or the name of a machine, and may end in ``*N`` for N such peers. A
     name wins over a number: 3090 is the card; write 3090.0 for the number.
 
-    Raises: RehearsalError naming the piece that is wrong.
+    Raises: UsageError naming the piece that is wrong.
     """
     peers: list[EmulatedPeer] = []
     of_a_kind: dict[str, int] = {}
     for piece in text.split(","):
         label, samples_per_second, count = _parse_piece(piece.strip(), text)
         if len(peers) + count > MAX_PEERS:
-            raise RehearsalError(
+            raise UsageError(
                 problem=f"--peers {text!r}: {piece.strip()!r} makes more than {MAX_PEERS} peers.",
                 remedy="Rehearse with fewer: they all share this machine.",
             )
@@ -107,8 +107,8 @@ def _parse_piece(piece: str, text: str) -> tuple[str, float, int]:
     return f"{samples_per_second:g}", samples_per_second, count
 
 
-def _wrong(piece: str, text: str, complaint: str) -> RehearsalError:
-    return RehearsalError(
+def _wrong(piece: str, text: str, complaint: str) -> UsageError:
+    return UsageError(
         problem=f"--peers {text!r}: {piece!r} is wrong: {complaint}.",
         remedy=f"Write samples a second or machines ({', '.join(MACHINES)}), such as 80,40,20,8 or 4090,3060*2.",
     )

@@ -25,10 +25,19 @@ _log = logging.getLogger(__name__)
 class MetricsWriter:
     """Append events to a file. A disk that fills up costs events and one warning, never the training."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open the file, making it if need be. Raises DirectoryError if that is not possible."""
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.time,
+        listener: Callable[[Mapping[str, Any]], None] = lambda event: None,
+    ) -> None:
+        """Open the file, making it if need be. Raises DirectoryError if that is not possible.
+
+        :param listener: is given every event as well, as it is written
+        """
         self._path = path
         self._clock = clock
+        self._listener = listener
         self._lock = threading.Lock()
         self._warned = False
         try:
@@ -42,9 +51,11 @@ class MetricsWriter:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event with the unix time in seconds. Numbers that JSON lacks (NaN, inf) become null."""
-        line = json.dumps(_finite({"time": self._clock(), "event": event, **fields}), allow_nan=False) + "\n"
+        whole = _finite({"time": self._clock(), "event": event, **fields})
+        line = json.dumps(whole, allow_nan=False) + "\n"
         with self._lock:
             self._append(line.encode())
+        self._listener(whole)
 
     def close(self) -> None:
         """Close the file; later events are dropped in silence."""

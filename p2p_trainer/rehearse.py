@@ -29,7 +29,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dht_config.errors import RehearsalError
+from dht_config.errors import DirectoryError, RehearsalError, UsageError
 from dht_config.manifest import EXAMPLES, RunManifest, example_manifest, load_manifest, parse_manifest
 from p2p_trainer.leftovers import Traces
 from p2p_trainer.machines import EmulatedPeer, parse_peers
@@ -103,13 +103,14 @@ def rehearse(options: RehearseOptions, *, console: Console | None = None, comman
     Every process is ended before this returns or raises, also on Ctrl-C and TERM, which raise KeyboardInterrupt.
     What it does not promise: a kill -9 of the rehearsal sends TERM to its peers (on Linux), and waits for nobody.
 
-    Raises: RehearsalError for options that cannot be used, a peer that ended early or did not begin in time.
-        ManifestError for a manifest that cannot be used.
+    Raises: UsageError for options that cannot be used, DirectoryError for places that cannot be written to,
+        ManifestError for a manifest that cannot be used; RehearsalError for a peer that ended early or did not begin
+        in time.
     """
     console = console or Console()
     peers = parse_peers(options.peers)
     if not 0 < options.seconds <= 1e6:
-        raise RehearsalError(
+        raise UsageError(
             problem=f"--seconds {options.seconds:g} cannot be used.", remedy="Give a number of seconds above 0."
         )
     run, manifest = _find_manifest(options.run)
@@ -358,7 +359,7 @@ def _check_report_path(path: Path | None) -> None:
         return
     parent = path.absolute().parent
     if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise RehearsalError(
+        raise DirectoryError(
             problem=f"The report cannot be written to {path}.", remedy="Give --json a file in a writable directory."
         )
 
@@ -371,9 +372,9 @@ def _make_directory(path: Path | None) -> Path:
             return Path(tempfile.mkdtemp(prefix="rehearsal-p2p-trainer-"))
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
-            raise RehearsalError(problem=f"{path} is not empty.", remedy="Give --dir a new or empty directory.")
+            raise DirectoryError(problem=f"{path} is not empty.", remedy="Give --dir a new or empty directory.")
     except OSError as error:
-        raise RehearsalError(
+        raise DirectoryError(
             problem=f"The directory {path or tempfile.gettempdir()} cannot be used: {error.strerror or error}.",
             remedy="Give --dir a new directory in a place that is writable.",
         ) from error
@@ -420,7 +421,7 @@ def _record_of(started: _Started) -> PeerRecord:
 
 
 def _write_report(path: Path, report: Report) -> None:
-    """Whole or not at all. Raises: RehearsalError."""
+    """Whole or not at all. Raises: DirectoryError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(report.as_json(), indent=2) + "\n")
@@ -428,28 +429,26 @@ def _write_report(path: Path, report: Report) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise RehearsalError(
+        raise DirectoryError(
             problem=f"The report cannot be written to {path}: {error.strerror or error}.",
             remedy="Give --json a file in a writable directory.",
         ) from error
 
 
 def _print_report(console: Console, report: Report) -> None:
-    # Fits into 80 columns.
+    # Fits into 80 columns. Numbers are never cut; a long name is folded before it vanishes.
     table = Table(title=f"{report.run_id}, {report.seconds:g} s", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("peer", overflow="fold")
-    headings = ("alone", "in swarm", "processed", "credited", "pending", "steps", "rounds", "carried", "share")
-    for heading in headings:
+    table.add_column("peer", overflow="fold", min_width=4)
+    for heading in ("alone", "swarm", "processed", "credited", "pending", "rounds", "carried", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
     for peer in report.peers:
         table.add_row(
             Text(peer.name),
-            f"{peer.solo_samples_per_second:.1f}",
-            f"{peer.swarm_samples_per_second:.1f}",
+            _figure(peer.solo_samples_per_second),
+            _figure(peer.swarm_samples_per_second),
             f"{peer.processed_samples}",
-            f"{peer.credited_samples:.1f}",
-            f"{peer.pending_samples:.1f}",
-            f"{peer.inner_steps}",
+            _figure(peer.credited_samples),
+            _figure(peer.pending_samples),
             f"{peer.rounds_committed}",
             f"{peer.rounds_carried}",
             f"{100 * peer.share:.0f} %",
@@ -459,10 +458,15 @@ def _print_report(console: Console, report: Report) -> None:
         _say(console, line)
 
 
+def _figure(value: float) -> str:
+    """To a tenth, as far as a tenth matters."""
+    return f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
+
+
 def _summary(report: Report) -> list[str]:
     """The swarm's lines, and the verdict."""
     lines = [
-        "alone, in swarm: samples/s; rounds: committed; share: of all credited samples.",
+        "alone, swarm: samples/s; rounds: committed; share: of all credited samples.",
         f"Efficiency {report.efficiency:.3f} of the sum of what the peers do alone; credited alone "
         f"{report.credited_efficiency:.3f}.",
         f"Digests {'agree' if report.digests_agree else 'do not agree'}: {report.digests_compared} versions of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -27,10 +28,7 @@ class RunDirectory:
                 pass
             self._lock = (path / "lock").open("a+")
         except OSError as error:
-            raise DirectoryError(
-                f"The directory {path} cannot be written to: {error.strerror or error}.",
-                "Choose another with --dir, or change its owner or free some space.",
-            ) from error
+            raise _unusable(path, error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -104,3 +102,27 @@ class RunDirectory:
                 f"{self.path / name} cannot be written: {error.strerror or error}.",
                 "Free some space or choose another directory with --dir.",
             ) from error
+
+
+def _unusable(path: Path, error: OSError) -> DirectoryError:
+    """Say what is in the way of a directory, and what helps against just that."""
+    if path.exists() and not path.is_dir():
+        return DirectoryError(
+            f"{path} is a file, not a directory.", "Give --dir a directory, or a name that does not exist yet."
+        )
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not there.is_dir():
+        return DirectoryError(
+            f"The directory {path} cannot be made: {there} is a file.", "Give --dir a path that leads through no file."
+        )
+    why = error.strerror or str(error)
+    what = f"The directory {path} cannot be {'written to' if there == path else f'made in {there}'}: {why}."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DirectoryError(what, "Free some space there, or choose a directory on another disk with --dir.")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return DirectoryError(
+            what, f"Make {there} writable for this user (chown, chmod), or choose another directory with --dir."
+        )
+    if error.errno == errno.EROFS:
+        return DirectoryError(what, "Choose a directory on a file system that can be written to with --dir.")
+    return DirectoryError(what, "Choose another directory with --dir.")

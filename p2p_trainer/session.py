@@ -34,15 +34,15 @@ from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, LocalMode, Mode
 from p2p_trainer.run_directory import RunDirectory
 from p2p_trainer.settings import PeerSettings, default_data_directory
-from p2p_trainer.target import Target, manifest_target
+from p2p_trainer.target import Target, check_model, layout_of, manifest_target, trainable
 from p2p_trainer.tasks import Task
 from p2p_trainer.throughput import Throughput, inner_step, measure_throughput
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
-from p2p_trainer.view import LiveView, PeerView
+from p2p_trainer.view import LiveView, PeerView, address_line, farewell, farewell_of_a_door
 from peers.arena import SharedArena
 from peers.contributed import last_contributed
 from peers.daemon import check_port_free
-from peers.fragments import FragmentLayout, cut, gather_fragment, load_fragment, shift_fragment
+from peers.fragments import FragmentLayout, gather_fragment, load_fragment, shift_fragment
 from peers.ledger import Ledger
 from peers.outer import NO_HISTORY, base_digest, build_outer_optimizer
 from peers.pipe import (
@@ -65,6 +65,7 @@ from peers.settings import Role, SwarmSettings
 STOP_SECONDS = 7.5
 HURRY_SECONDS = 1.0
 PACED_SECONDS = 2.0
+NOT_STOPPED = "the averaging process did not end in time"
 
 Message = TypeVar("Message")
 
@@ -87,6 +88,16 @@ def leave_on_signal() -> Iterator[LeaveFlag]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """Who is told of what happens in a session, besides the view."""
+
+    invite: Callable[[Invite], None] = lambda invite: None
+    """Given an invite to this peer as soon as there is one."""
+    event: Callable[[Mapping[str, Any]], None] = lambda event: None
+    """Given every event of ``metrics.jsonl``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """Everything that training or serving needs; ``fragments`` is None when all bases must be fetched."""
 
@@ -104,7 +115,6 @@ class Session:
     """One peer of one run, between its start and its end.
 
     :param role: "training" for a volunteer, "serving" for a bootstrap peer
-    :param on_invite: told of an invite to this peer as soon as there is one
     """
 
     def __init__(
@@ -114,10 +124,12 @@ class Session:
         role: Role,
         view: LiveView,
         leave: LeaveFlag,
-        on_invite: Callable[[Invite], None] = lambda invite: None,
+        listener: Listener = Listener(),
     ) -> None:
         self.target, self.settings, self.role = target, settings, role
-        self.view, self.leave, self.on_invite = view, leave, on_invite
+        self.view, self.leave, self.listener = view, leave, listener
+        self.farewell = "Left before it took part in the run."
+        """What to tell a person when ``run`` has returned."""
 
     def run(self) -> str:
         """Live until asked to leave; returns the reason. :raises P2PTrainerError: what a person can act on"""
@@ -125,14 +137,17 @@ class Session:
         if path is None:
             name = "peer" if self.role == "training" else "bootstrap"
             path = default_data_directory() / self.target.run_id / name
+        if self.target.manifest is not None and self.target.task is not None:
+            check_model(self.target.manifest, self.target.task)
         self.directory = RunDirectory(path)
         try:
-            with MetricsWriter(self.directory.metrics_path) as self.metrics:
+            with MetricsWriter(self.directory.metrics_path, listener=self.listener.event) as self.metrics:
                 self.swarm = self._start_swarm()
                 try:
                     return self._live()
                 except LeaveRequested as request:
                     self._stop()
+                    self.metrics.write("leave", reason=str(request))
                     return str(request)
                 finally:
                     self.swarm.close()
@@ -212,7 +227,8 @@ class Session:
         good, _ = parse_addresses(connected.addresses)
         addresses = dialable(good)
         if addresses:
-            self.on_invite(
+            self.view.status(address_line([address.text for address in addresses], reach(addresses[0])))
+            self.listener.invite(
                 Invite(
                     run_id=self.target.run_id,
                     organiser_public_key=signed.organiser_public_key,
@@ -244,11 +260,7 @@ class Session:
         else:
             raise ManifestError("The run's manifest is not known.", "Ask the organiser for an invite.")
         model = task.build_model()
-        shapes = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
-        try:
-            layout = cut(shapes, manifest.run.fragments)
-        except ValueError as error:
-            raise ManifestError(f"[run] fragments = {manifest.run.fragments}: {error}.", "Lower it.") from error
+        layout = layout_of(model, manifest)
         arena = SharedArena.create(layout.num_elements, build_outer_optimizer(manifest.outer_optimizer).states)
         checkpoint = self._load_checkpoint(layout) if signed is not None else None
         fragments: list[FragmentMeta] | None = None
@@ -366,15 +378,17 @@ class Session:
                 save_at = time.monotonic() + self.settings.checkpoint_seconds
                 self.swarm.send(Quiesce())
                 fragments = self._wait_for(Quiet).fragments
-                self._save_bases(prepared, fragments)
+                if problem := self._save_bases(prepared, fragments):
+                    self.view.status(f"Serving goes on, but the bases could not be saved: {problem}")
                 self.swarm.send(Resume())
         stopped = self._stop()
-        if stopped is not None:
-            self._save_bases(prepared, stopped.fragments)
-        self.metrics.write("leave", reason=self.leave.reason, processed_samples=0, inner_steps=0)
+        problem = self._save_bases(prepared, stopped.fragments) if stopped is not None else NOT_STOPPED
+        self.farewell = farewell_of_a_door(self.directory.path, problem)
+        self.metrics.write("leave", reason=self.leave.reason, processed_samples=0, inner_steps=0, saved=not problem)
         return self.leave.reason
 
-    def _save_bases(self, prepared: Prepared, fragments: Sequence[FragmentMeta]) -> None:
+    def _save_bases(self, prepared: Prepared, fragments: Sequence[FragmentMeta]) -> str:
+        """Returns what went wrong, or nothing."""
         try:
             save_checkpoint(
                 self.directory.path,
@@ -389,7 +403,8 @@ class Session:
                 },
             )
         except CheckpointError as error:
-            self.view.status(f"Serving goes on, but the bases could not be saved: {error}")
+            return error.problem
+        return ""
 
     # -------------------------------------------------------------- training
 
@@ -430,6 +445,7 @@ class Session:
                 device=device_name(device),
             )
         )
+        self.view.status("In the swarm: training begins. Ctrl-C leaves; the run goes on, and your progress is kept.")
         peer_view = PeerView(run_id=self.target.run_id, state="training")
         micro_batch, seed = throughput.micro_batch, data_seed(self.target.run_id, connected.peer_id, self.restart)
         mode: Mode
@@ -458,13 +474,16 @@ class Session:
         ended = time.time()
         self.view.status("Leaving: finishing rounds that are under way ...")
         stopped = self._stop(trainer)
-        self._save_last(trainer, stopped)
+        problem = self._save_last(trainer, stopped)
+        peer_view.processed_samples, peer_view.credited_samples = accounts.samples, accounts.credited_samples
+        self.farewell = farewell(peer_view, self.directory.path, problem)
         self.metrics.write(
             "leave",
             reason=reason,
             training_ended=ended,
             **accounts.fields(),
             fragments=accounts.by_fragment(),
+            saved=not problem,
         )
         return reason
 
@@ -533,14 +552,18 @@ class Session:
                     trainer.handle(message)
         return None
 
-    def _save_last(self, trainer: Trainer, stopped: Stopped | None) -> None:
-        """The checkpoint of a clean end; if the averaging process did not end, the last one stays."""
+    def _save_last(self, trainer: Trainer, stopped: Stopped | None) -> str:
+        """The checkpoint of a clean end; if the averaging process did not end, the last one stays.
+
+        Returns what went wrong, or nothing.
+        """
         if stopped is None:
-            return
+            return NOT_STOPPED
         try:
             trainer.save(stopped.fragments, clean=stopped.clean)
         except CheckpointError as error:
-            self.view.status(f"The checkpoint could not be saved: {error}")
+            return error.problem
+        return ""
 
 
 def paced_rate(
@@ -564,24 +587,24 @@ def paced_rate(
     return samples / (time.monotonic() - began)
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that take gradients, by name, each shared one once: what the layout cuts."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def dialable(addresses: Sequence[Address]) -> list[Address]:
     """Addresses that others may reach, public ones first; loopback only if there is nothing else."""
-
-    def rank(address: Address) -> int:
-        try:
-            ip = ipaddress.ip_address(address.transport.host)
-        except ValueError:
-            return 0  # a name
-        return 3 if ip.is_loopback else 2 if ip.is_link_local else 1 if ip.is_private else 0
-
-    ranked = sorted(addresses, key=rank)
-    elsewhere = [address for address in ranked if rank(address) < 3]
+    ranked = sorted(addresses, key=_rank)
+    elsewhere = [address for address in ranked if _rank(address) < 3]
     return elsewhere or ranked
+
+
+def reach(address: Address) -> str:
+    """From where an address can be dialled, in words; empty if from everywhere, as far as one can see."""
+    return ("", "inside this network", "inside this network", "on this machine alone")[_rank(address)]
+
+
+def _rank(address: Address) -> int:
+    try:
+        ip = ipaddress.ip_address(address.transport.host)
+    except ValueError:
+        return 0  # a name
+    return 3 if ip.is_loopback else 2 if ip.is_link_local else 1 if ip.is_private else 0
 
 
 def _make_initial_bases(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import platformdirs
+from annotated_types import Ge, Gt, Le
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
@@ -16,16 +20,16 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from dht_config.errors import ExitCode, P2PTrainerError
+from dht_config.address import Address, parse_addresses
+from dht_config.errors import AddressError, DeviceError, UsageError
 from dht_config.network import NetworkSettings
 
 ENVIRONMENT_PREFIX = "P2P_TRAINER_"
+_DEVICE = re.compile(r"cpu(:0)?|mps(:0)?|cuda(:[0-9]{1,3})?")
 
 
-class SettingsError(P2PTrainerError):
+class SettingsError(UsageError):
     """A setting has a value that cannot be used."""
-
-    exit_code = ExitCode.USAGE
 
 
 def default_settings_file() -> Path:
@@ -97,33 +101,119 @@ def load_settings(flags: dict[str, Any], file: Path | None = None) -> PeerSettin
 
     :param flags: from the command line; None means not given
     :param file: a TOML file; by default the user's, if it exists
-    :raises SettingsError: names the setting, its value and where it may have come from
+    :raises SettingsError: names the flag, the variable, or the file and key; its value; and what is allowed
+    :raises AddressError: likewise, for a host or an address that cannot be used
+    :raises DeviceError: likewise, for what is no device
     """
     path = file if file is not None else default_settings_file()
     if file is not None and not file.is_file():
         raise SettingsError(f"The settings file {file} does not exist.", "Check --settings.")
-
-    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in PeerSettings.model_fields}
-    for variable in os.environ:
-        if variable.startswith(ENVIRONMENT_PREFIX) and variable.upper() not in known:
-            raise SettingsError(f"There is no setting for {variable} in the environment.", "Unset or correct it.")
+    _refuse_unknown_variables()
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
 
     class Source(PeerSettings):
         model_config = SettingsConfigDict(toml_file=path)
 
-    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    def where(name: str) -> str:
+        return _where(name, given, path)
+
     try:
-        return Source(**given)
+        settings = Source(**given)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
+        name = str(first["loc"][0]) if first["loc"] else ""
         if first["type"] == "extra_forbidden":
             raise SettingsError(
-                f"There is no setting {name!r} (in {path}).", "Remove it or correct its name."
+                f"There is no setting {name!r} (in {path}).",
+                f"{_suggestion(name, PeerSettings.model_fields)}Remove it or correct its name.",
             ) from error
         raise SettingsError(
-            f"The setting {name} = {first['input']!r} cannot be used: {first['msg']}.",
-            f"Look at --{name.replace('_', '-')}, {ENVIRONMENT_PREFIX}{name.upper()} and {path}.",
+            f"{where(name)}: {_shown(first['input'])} cannot be used, it must be {_allowed(name, first['msg'])}.",
+            "Correct it or leave it out.",
         ) from error
     except (ValueError, OSError) as error:
-        raise SettingsError(f"The settings in {path} or the environment cannot be read: {error}.", "") from error
+        raise SettingsError(
+            f"The settings file {path} cannot be read: {error}.", "Correct it as a TOML file of UTF-8 text."
+        ) from error
+    _check(settings, where)
+    return settings
+
+
+def parse_given_addresses(texts: Iterable[str], where: str) -> list[Address]:
+    """Addresses that a person typed: a bad one is an error, where one that somebody else wrote is left out.
+
+    :raises AddressError: says where it was typed
+    """
+    addresses = []
+    for text in texts:
+        good, bad = parse_addresses([text])
+        if bad:
+            raise _placed(bad[0], where)
+        if not good:
+            raise AddressError(f"{where}: the address {text!r} is empty.", "Give an address, or leave it out.")
+        addresses += good
+    return addresses
+
+
+def _check(settings: PeerSettings, where: Callable[[str], str]) -> None:
+    """What pydantic does not know of. :raises AddressError: :raises DeviceError:"""
+    for name in ("host", "announce"):
+        try:
+            NetworkSettings.model_validate({name: getattr(settings, name)})
+        except AddressError as error:
+            raise _placed(error, where(name)) from None
+        except ValidationError as error:
+            raise SettingsError(f"{where(name)}: {error.errors()[0]['msg']}.", "Correct it or leave it out.") from error
+    parse_given_addresses(settings.peer, where("peer"))
+    if settings.device is not None and not _DEVICE.fullmatch(settings.device):
+        raise DeviceError(f"{where('device')}: {settings.device!r} is no device.", "Use cpu, cuda, cuda:1 or mps.")
+
+
+def _placed(error: AddressError, where: str) -> AddressError:
+    return AddressError(f"{where}: {error.problem[:1].lower()}{error.problem[1:]}", error.remedy)
+
+
+def _where(name: str, given: Mapping[str, Any], path: Path) -> str:
+    """Where the value in force was set, in the words a person finds it by."""
+    if name in given:
+        return f"--{name.replace('_', '-')}"
+    for variable in os.environ:
+        if variable.upper() == f"{ENVIRONMENT_PREFIX}{name.upper()}":
+            return f"{variable} in the environment"
+    return f"{name} in {path}"
+
+
+def _allowed(name: str, complaint: str) -> str:
+    """What a setting may be: "a whole number from 0 to 65535"."""
+    field = PeerSettings.model_fields.get(name)
+    kinds = {field.annotation, *get_args(field.annotation)} if field is not None else set()
+    if bool in kinds:
+        return "true or false"
+    if field is None or not kinds & {int, float}:
+        return f"something else ({complaint[:1].lower()}{complaint[1:]})"
+    least = next((item.ge for item in field.metadata if isinstance(item, Ge)), None)
+    above = next((item.gt for item in field.metadata if isinstance(item, Gt)), None)
+    most = next((item.le for item in field.metadata if isinstance(item, Le)), None)
+    start = f"above {above}" if above is not None else f"from {least}"
+    return f"a {'whole ' if int in kinds else ''}number {start} to {most:.0f}"
+
+
+def _refuse_unknown_variables() -> None:
+    """:raises SettingsError:"""
+    known = [f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in PeerSettings.model_fields]
+    for variable in os.environ:
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable.upper() not in known:
+            raise SettingsError(
+                f"There is no setting for {variable} in the environment.",
+                f"{_suggestion(variable.upper(), known)}Unset or correct it.",
+            )
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"Did you mean {close[0]}? " if close else ""
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from peers.observer import Observation
@@ -48,9 +49,11 @@ def status_report(run_id: str, observation: Observation) -> dict[str, Any]:
 
 
 def status_table(report: dict[str, Any]) -> Table:
-    """The same for a terminal."""
+    """The same for a terminal, of 80 columns or more: numbers are never cut, a device's name is folded."""
     table = Table(
-        title=f"{report['run_id']}: {report['training']} training, {report['samples_per_second']:.1f} samples/s in all"
+        title=f"{report['run_id']}: {report['training']} training, {report['samples_per_second']:.1f} samples/s in all",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     for heading, justify in (
         ("peer", "left"),
@@ -60,9 +63,9 @@ def status_table(report: dict[str, Any]) -> Table:
         ("processed", "right"),
         ("credited", "right"),
         ("share", "right"),
-        ("device", "left"),
     ):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("device", overflow="fold", min_width=6)
     for peer in report["peers"]:
         versions = peer["versions"]
         span = f"{min(versions)}-{max(versions)}" if versions else "-"

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dht_config.errors import InviteError
+import torch
+from torch import nn
+
+from dht_config.errors import InviteError, ManifestError
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, RunManifest, example_manifest, load_manifest, parse_manifest, run_id
 from p2p_trainer.tasks import Task, load_task
+from peers.fragments import FragmentLayout, cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +50,37 @@ def read_target(text: str) -> Target:
 def manifest_target(manifest: RunManifest) -> Target:
     task = load_task(manifest.task.name, manifest.model, manifest.data)
     return Target(run_id=run_id(manifest, task.version), manifest=manifest, task=task)
+
+
+def check_model(manifest: RunManifest, task: Task) -> None:
+    """Find a mistake in a manifest's ``[model]`` before anybody is asked for anything and anything is written.
+
+    The model is built without its values, which takes no memory. Not every architecture can be, so what is refused
+    that way is built for good before a person hears of it.
+
+    :raises ManifestError: names the key
+    """
+    try:
+        with torch.device("meta"):
+            layout_of(task.build_model(), manifest)
+    except Exception:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the averaging process is forked after this, and a fork must not meet a thread
+        try:
+            layout_of(task.build_model(), manifest)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that take gradients, by name, each shared one once: what the layout cuts."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def layout_of(model: nn.Module, manifest: RunManifest) -> FragmentLayout:
+    """How the run cuts this model. :raises ManifestError: it has fewer parameters than fragments"""
+    shapes = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
+    try:
+        return cut(shapes, manifest.run.fragments)
+    except ValueError as error:
+        raise ManifestError(f"[run] fragments = {manifest.run.fragments}: {error}.", "Lower it.") from error

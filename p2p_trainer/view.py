@@ -8,8 +8,9 @@ process is forked after the first lines were shown, and a fork must not meet one
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -87,6 +88,35 @@ def sentence(view: PeerView, now: float) -> str:
     if note:
         clauses.append(note)
     return " · ".join(clauses)
+
+
+def address_line(addresses: Sequence[str], where: str) -> str:
+    """What to tell others, whole: an address is long, but half of one is of no use.
+
+    :param where: from where it can be dialled, such as "on this machine alone"; empty for everywhere
+    """
+    reach = f" ({where})" if where else ""
+    return f"This peer's address{reach}, for others to give as --peer: {' or '.join(addresses)}"
+
+
+def farewell(view: PeerView, directory: Path, problem: str) -> str:
+    """The last line of a volunteer's peer.
+
+    :param problem: why the last checkpoint could not be written; empty if it was
+    """
+    counts = f"{view.processed_samples:,} samples processed, {view.credited_samples:,.0f} credited"
+    return f"Left the run: {counts}; {_kept('progress', directory, problem)} The same command continues."
+
+
+def farewell_of_a_door(directory: Path, problem: str) -> str:
+    """The last line of a bootstrap peer; parameters as for ``farewell``."""
+    return f"Stopped serving; {_kept('bases', directory, problem)} The same command opens the same door again."
+
+
+def _kept(what: str, directory: Path, problem: str) -> str:
+    if not problem:
+        return f"{what} saved in {directory}."
+    return f"{what} NOT saved ({problem.rstrip('.')}): {directory} has the checkpoint before, if there was one."
 
 
 class LiveView:

@@ -29,7 +29,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
 from dht_config.address import Address
-from dht_config.errors import LimitsError, PortInUseError
+from dht_config.errors import AddressError, LimitsError, PortInUseError
 from dht_config.network import NetworkSettings
 
 START_SECONDS = 60.0
@@ -77,24 +77,32 @@ def _socket_directory_prefix(remembered_in: Path) -> str:
 
 
 def check_port_free(host: str, port: int) -> None:
-    """libp2p listens with SO_REUSEPORT and would share a taken port silently. :raises PortInUseError:"""
-    if port == 0:
-        return
+    """libp2p listens with SO_REUSEPORT and would share a taken port silently.
+
+    :raises AddressError: this machine has no such address
+    :raises PortInUseError: the port is taken, or this user may not have it
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise PortInUseError(
-                    f"Port {port} is in use by another program.",
-                    "Choose another with --port, or 0 for any free one.",
-                ) from error
-            raise PortInUseError(
-                f"Cannot listen on {host} port {port}: {error.strerror}.",
-                "Choose another address with --host or another port with --port.",
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL):
+            raise AddressError(
+                f"This machine has no address {host} to listen on.",
+                "Give --host 0.0.0.0 for every interface, or one of the addresses that `ip address` lists. The address "
+                "of a router that forwards to this machine goes into --announce.",
             ) from error
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                f"Port {port} is in use by another program.",
+                "Choose another with --port, or 0 for any free one.",
+            ) from error
+        raise PortInUseError(
+            f"Cannot listen on {host} port {port}: {error.strerror}.",
+            "Choose another port with --port (below 1024 they are the administrator's), or 0 for any free one.",
+        ) from error
 
 
 @contextlib.contextmanager

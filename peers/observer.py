@@ -33,14 +33,17 @@ class Observation:
 
 async def observe(
     run_id: str,
-    organiser_public_key: bytes,
+    organiser_public_key: bytes | None,
     addresses: Sequence[Address],
     *,
+    ours_json: str = "",
     wait_seconds: float,
     on_waiting: Callable[[str], None],
 ) -> Observation:
     """Read a run's records through one of its peers.
 
+    :param organiser_public_key: of whoever signed the run's manifest; None if only the manifest is known
+    :param ours_json: the canonical manifest we came with, or empty
     :raises UnreachableError: :raises WrongPeerIdError: :raises FingerprintError: as for joining
     """
     harden_msgpack()
@@ -62,7 +65,7 @@ async def observe(
             )
             validator = SwarmRecordValidator(run_id, None, now=clock.now, organiser_public_key=organiser_public_key)
             node = await enter_dht(p2p, validator, known, observer=True)
-            manifest = await fetch_manifest(node, run_id, organiser_public_key)
+            manifest = await fetch_manifest(node, run_id, organiser_public_key, ours_json=ours_json)
             found = await node.get_many([profiles_key(run_id), states_key(run_id)], float("inf"))
             return Observation(signed_manifest=manifest, view=read_view(found, run_id, clock.now()))
         finally:

@@ -186,9 +186,7 @@ class Swarm:
         run = configure.signed_manifest.manifest()
         node.protocol.wait_timeout = min(3.0, max(0.5, run.averaging.matchmaking_seconds / 2))
         self._fragments = _fragments(configure, arena, run)
-        self._training.progress = Progress(
-            samples=configure.samples, steps=configure.steps, credited_samples=0.0, samples_per_second=0.0
-        )
+        self._training.progress = _restored_progress(configure, self._fragments)
         context = RunContext(
             settings=settings,
             clock=self._clock,
@@ -250,3 +248,14 @@ def _fragments(configure: Configure, arena: SharedArena, run: RunManifest) -> tu
         state.restore(meta)
         state.uncertain = not configure.clean
     return fragments
+
+
+def _restored_progress(configure: Configure, fragments: tuple[FragmentState, ...]) -> Progress:
+    """What a returning peer announces until training reports: the counts and the credit of its checkpoint."""
+    credited = sum(state.ledger.credited_element_samples() for state in fragments)
+    return Progress(
+        samples=configure.samples,
+        steps=configure.steps,
+        credited_samples=credited / configure.layout.num_elements,
+        samples_per_second=0.0,
+    )

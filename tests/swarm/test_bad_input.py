@@ -77,10 +77,14 @@ def test_what_cannot_be_used_is_refused_in_one_line(swarm: Swarm) -> None:
 def test_what_does_not_fit_a_running_swarm_is_refused_and_small_slips_are_forgiven(swarm: Swarm) -> None:
     bootstrap = swarm.bootstrap()
     peer = swarm.join("peer", bootstrap.invite, 40)
-    # Quotes around the good address, and a bad one beside it.
-    sloppy = swarm.join(
-        "sloppy", bootstrap.invite, 40, "--peer", f' "{bootstrap.address}", ', "--peer", "/ip4/127.0.0.1/tcp/1"
+    # Quotes around a good address; a bad one beside a good one is an error where it was typed, and left out where the
+    # organiser wrote it.
+    sloppy = swarm.join("sloppy", bootstrap.invite, 40, "--peer", f' "{bootstrap.address}", ')
+    mistyped = swarm.join("mistyped", bootstrap.invite, 40, "--peer", "/ip4/127.0.0.1/tcp/1")
+    written = small_manifest(
+        swarm.path / "written.toml", initial_peers=f'initial_peers = ["/ip4/127.0.0.1/tcp/1", "{bootstrap.address}"]'
     )
+    lenient = swarm.join("lenient", written, 40)
     transport = bootstrap.address.rpartition("/p2p/")[0]
     wrong_id = swarm.join("wrong-id", swarm.manifest, 40, "--peer", f"{transport}/p2p/{SOMEBODY}")
     other = small_manifest(
@@ -89,13 +93,15 @@ def test_what_does_not_fit_a_running_swarm_is_refused_and_small_slips_are_forgiv
         initial_peers=f'initial_peers = ["{bootstrap.address}"]',
     )
     differing = swarm.join("differing", other)
-    for refused in (wrong_id, differing):
+    for refused in (wrong_id, differing, mistyped):
         refused.expected_to_live = False
     assert_refused(wrong_id, ExitCode.WRONG_PEER_ID, SOMEBODY, bootstrap.address.rpartition("/")[2])
     assert_refused(differing, ExitCode.FINGERPRINT, "inner_optimizer.batch_size: ours 32, theirs 16")
 
-    swarm.wait_averaged(peer, sloppy)
-    assert "Ignored: " in sloppy.text and "no /p2p/ part" in sloppy.text
+    assert_refused(mistyped, ExitCode.ADDRESS, "--peer", "no /p2p/ part")
+
+    swarm.wait_averaged(peer, sloppy, lenient)
+    assert "Ignored: " in lenient.text and "no /p2p/ part" in lenient.text
 
     same_directory = swarm.join("same-directory", bootstrap.invite, directory=peer.directory)
     clone_directory = swarm.path / "clone"

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from dht_config.errors import ExitCode
 from dht_config.invite import Invite
-from dht_config.manifest import example_manifest
-from p2p_trainer import target
+from dht_config.manifest import EXAMPLES, example_manifest
+from p2p_trainer import session, target
 from p2p_trainer.cli import app
+from p2p_trainer.logs import LIBRARIES
 from p2p_trainer.settings import ENVIRONMENT_PREFIX, PeerSettings
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"
@@ -40,7 +41,8 @@ COMMANDS = {
         "--allow-files",
     },
     "bootstrap": COMMON | SHOWN | {"target"},
-    "status": {"invite", "--peer", "--wait-seconds", "--json", "--verbose", "-v"},
+    "example": {"name"},
+    "status": {"target", "--peer", "--wait-seconds", "--json", "--verbose", "-v"},
     "rehearse": {"--peers", "--seconds", "--run", "--json", "--dir", "--keep", "--verbose", "-v"},
 }
 """A promise to people's scripts: adding is free, removing or renaming is not."""
@@ -48,15 +50,17 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No settings of the person who runs the tests, and hivemind's log level afterwards as before."""
+    """No settings of the person who runs the tests, and the libraries' loggers afterwards as before."""
     for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
-    level = logging.getLogger("hivemind").level
+    loggers = [logging.getLogger(name) for name in LIBRARIES]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     yield
-    logging.getLogger("hivemind").setLevel(level)
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        logger.level, logger.propagate, logger.handlers[:] = level, propagate, handlers
 
 
 def fails(arguments: list[str], code: ExitCode, *says: str) -> str:
@@ -93,7 +97,7 @@ def test_there_are_exactly_these_commands_and_options() -> None:
 def test_every_command_explains_itself(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
     assert result.exit_code == 0
-    for option in COMMANDS[command] - {"target", "invite"}:
+    for option in COMMANDS[command] - {"target", "name"}:
         assert option in result.stdout
     for parameter in group().commands[command].params:
         assert getattr(parameter, "help", None), f"{parameter.name} has no help"
@@ -167,6 +171,31 @@ def test_a_wrong_manifest_field_is_named(command: str, before: str, after: str, 
     assert before in text
     (tmp_path / "run.toml").write_text(text.replace(before, after, 1 if "chess" not in after else -1))
     fails([command, "run.toml"], ExitCode.MANIFEST, says)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("hidden_size = 64", "hidden_sise = 64", "Did you mean hidden_size?"),
+        ("hidden_size = 64", 'hidden_size = "many"', "hidden_size"),
+        ("hidden_size = 64", "hidden_size = 63", "63"),
+        ('model_type = "llama"', 'model_type = "lama"', "'lama'"),
+        ("max_position_embeddings = 128", "max_position_embeddings = 32", "sequence_length"),
+    ],
+)
+def test_a_wrong_model_is_told_before_anybody_is_asked_and_anything_is_written(
+    before: str, after: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(settings: object) -> None:
+        raise AssertionError("the averaging process was started")
+
+    monkeypatch.setattr(session, "start_swarm", started)
+    text = example_manifest("stdlib-text")
+    assert before in text
+    (tmp_path / "run.toml").write_text(text.replace(before, after))
+    fails(["join", "run.toml", "--dir", "peer"], ExitCode.MANIFEST, says)
+    assert not (tmp_path / "peer").exists()
 
 
 @pytest.mark.parametrize("command", ["join", "bootstrap"])
@@ -192,9 +221,13 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     ("flags", "code", "says"),
     [
         (["--host", "localhost"], ExitCode.ADDRESS, "localhost"),
+        (["--host", "203.0.113.7"], ExitCode.ADDRESS, "This machine has no address 203.0.113.7"),
         (["--announce", "peer.example.org:1"], ExitCode.ADDRESS, "peer.example.org"),
-        (["--peer", "203.0.113.7"], ExitCode.ADDRESS, "203.0.113.7"),
-        (["--port", "70000"], ExitCode.USAGE, "port = 70000"),
+        (["--peer", "203.0.113.7"], ExitCode.ADDRESS, "--peer"),
+        (["--peer", ADDRESS, "--peer", "203.0.113.7"], ExitCode.ADDRESS, '"203.0.113.7"'),
+        (["--peer", ""], ExitCode.ADDRESS, "is empty"),
+        (["--device", "gpu"], ExitCode.DEVICE, "gpu"),
+        (["--port", "70000"], ExitCode.USAGE, "--port: 70000"),
         (["--emulate", "-1"], ExitCode.USAGE, "--emulate"),
         (["--settings", "missing.toml"], ExitCode.USAGE, "missing.toml"),
     ],
@@ -205,12 +238,64 @@ def test_a_flag_that_cannot_be_used(flags: list[str], code: ExitCode, says: str)
     assert not note.exists() or not Path(note.read_text()).exists(), "a socket directory is left behind"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["rehearse", "--peers", "80,x"],
+        ["rehearse", "--seconds", "0"],
+        ["rehearse", "--seconds", "nan"],
+        ["status", INVITE, "--wait-seconds", "-1"],
+        ["status", INVITE, "--wait-seconds", "nan"],
+        ["join", INVITE, "--wait-seconds", "-1"],
+        ["bootstrap", "digits", "--checkpoint-seconds", "0"],
+    ],
+)
+def test_an_option_that_cannot_be_used_is_wrong_usage_whatever_the_command(arguments: list[str]) -> None:
+    fails(arguments, ExitCode.USAGE, arguments[-2], arguments[-1])
+
+
 def test_status_of_an_invite_with_nobody_behind_it_names_the_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{ADDRESS.rpartition('/')[2]}"
     nobody = Invite(run_id="tiny-0123456789abcdef", organiser_public_key=bytes(32), addresses=(address,)).encode()
     fails(["status", nobody, "--wait-seconds", "0"], ExitCode.UNREACHABLE, address, "nobody listens there")
+
+
+@pytest.mark.parametrize("run", ["digits", "run.toml", "./run.toml"])
+def test_status_of_a_manifest_needs_somebody_to_ask(run: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{ADDRESS.rpartition('/')[2]}"
+    (tmp_path / "run.toml").write_text(example_manifest("digits"))
+    fails(["status", run], ExitCode.USAGE, "digits-", "--peer")
+    fails(["status", run, "--peer", address, "--peer", "nonsense"], ExitCode.ADDRESS, "--peer: ", "nonsense")
+    fails(["status", run, "--peer", address, "--wait-seconds", "0"], ExitCode.UNREACHABLE, address)
+    (tmp_path / "run.toml").write_text(
+        example_manifest("digits").replace("initial_peers = []", f'initial_peers = ["{address}", "nonsense"]')
+    )
+    result = CliRunner().invoke(app, ["status", "run.toml", "--wait-seconds", "0"])
+    assert result.exit_code == ExitCode.UNREACHABLE and address in result.stderr
+    assert 'Ignored: The address "nonsense"' in result.stderr
+
+
+@pytest.mark.parametrize("run", ["missing.toml", "runs/missing", "digts"])
+def test_status_of_what_is_nowhere_is_told_as_for_join(run: str) -> None:
+    code = ExitCode.MANIFEST if run.endswith(".toml") else ExitCode.INVITE
+    assert fails(["status", run], code) == fails(["join", run], code)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_shipped_manifest_can_be_copied(name: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["example", name])
+    assert result.exit_code == 0 and result.stderr == ""
+    (tmp_path / "run.toml").write_text(result.stdout)
+    assert target.read_target("run.toml").run_id == target.read_target(name).run_id
+    assert name in CliRunner().invoke(app, ["example"]).stdout.splitlines()
+
+
+def test_an_example_that_is_not_shipped_is_named() -> None:
+    fails(["example", "digit"], ExitCode.MANIFEST, '"digits"')
 
 
 def test_programs_get_json_on_standard_output_as_well() -> None:

@@ -19,7 +19,7 @@ import pytest
 from hivemind.p2p import P2P, P2PDaemonError
 
 from dht_config.address import Address, parse_address
-from dht_config.errors import LimitsError, PortInUseError
+from dht_config.errors import AddressError, LimitsError, PortInUseError
 from dht_config.identity import load_or_create_identity
 from dht_config.network import NetworkSettings
 from peers.daemon import (
@@ -261,10 +261,13 @@ def test_a_port_in_use_is_named(host: str) -> None:
     check_port_free(host, port)
 
 
-def test_port_zero_is_always_free_and_a_strange_address_never() -> None:
+@pytest.mark.parametrize("port", [0, 1024])
+@pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7"])
+def test_port_zero_is_always_free_but_not_at_an_address_that_is_not_ours(host: str, port: int) -> None:
     check_port_free("127.0.0.1", 0)
-    with pytest.raises(PortInUseError, match=r"Cannot listen on 203\.0\.113\.7"):
-        check_port_free("203.0.113.7", 1024)
+    with pytest.raises(AddressError, match=f"This machine has no address {host} to listen on") as raised:
+        check_port_free(host, port)
+    assert "--host 0.0.0.0" in raised.value.remedy and "--announce" in raised.value.remedy
 
 
 def test_a_daemon_that_does_not_start_is_said_in_one_line(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:

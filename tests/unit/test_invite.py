@@ -116,6 +116,27 @@ def test_something_else_is_told_to_be_no_invite(text: str) -> None:
         Invite.decode(text)
 
 
+def test_what_only_begins_like_an_invite_is_not_called_cut_off() -> None:
+    for rest in ("volunteer", "77777777", "aaaaaaaaaa", "z" * 5000):
+        with pytest.raises(InviteError, match="no invite, or it was changed") as caught:
+            Invite.decode(f"p2pt1{rest}")
+        assert "cut off" not in caught.value.problem
+
+
+def test_a_text_that_is_too_long_is_told_with_its_length() -> None:
+    with pytest.raises(InviteError, match="far too long for an invite: 70000 characters"):
+        Invite.decode(CODE + "x" * (70_000 - len(CODE)))
+
+
+def test_the_longest_invite_reads_back() -> None:
+    host = ".".join(["x" * 63] * 3 + ["y" * 61])
+    addresses = tuple(f"/dns4/{host}/tcp/{65535 - at}/p2p/{PEER_IDS[at % 2]}" for at in range(MAX_ADDRESSES))
+    invite = Invite(run_id="r" * 64, organiser_public_key=bytes(32), addresses=addresses)
+    assert Invite.decode(invite.encode()) == invite
+    with pytest.raises(InviteError, match="cut off"):
+        Invite.decode(invite.encode()[:-1])
+
+
 def test_an_invite_of_another_version_is_told_from_a_broken_one() -> None:
     with pytest.raises(InviteError, match="version 2"):
         Invite.decode(CODE.replace("p2pt1", "p2pt2"))

@@ -1,6 +1,6 @@
 import pytest
 
-from dht_config.errors import RehearsalError
+from dht_config.errors import UsageError
 from p2p_trainer.machines import MACHINES, MAX_PEERS, EmulatedPeer, parse_peers
 
 
@@ -58,20 +58,20 @@ def test_a_star_makes_several_peers_with_names_of_their_own() -> None:
     ],
 )
 def test_a_piece_that_cannot_be_read_is_named(text: str, piece: str) -> None:
-    with pytest.raises(RehearsalError) as caught:
+    with pytest.raises(UsageError) as caught:
         parse_peers(text)
     assert piece in caught.value.problem
     assert "4090" in caught.value.remedy
 
 
 def test_a_misspelt_machine_is_corrected() -> None:
-    with pytest.raises(RehearsalError, match="laptop-cpu"):
+    with pytest.raises(UsageError, match="laptop-cpu"):
         parse_peers("laptop-cpus")
 
 
 def test_too_many_peers_are_refused() -> None:
     assert len(parse_peers(f"8*{MAX_PEERS}")) == MAX_PEERS
-    with pytest.raises(RehearsalError, match="'40'"):
+    with pytest.raises(UsageError, match="'40'"):
         parse_peers(f"8*{MAX_PEERS},40")
-    with pytest.raises(RehearsalError):
+    with pytest.raises(UsageError):
         parse_peers("8*999999999999")

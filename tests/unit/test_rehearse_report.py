@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from dht_config.errors import ManifestError, RehearsalError
+from dht_config.errors import DirectoryError, ManifestError, P2PTrainerError, RehearsalError, UsageError
 from p2p_trainer import rehearse as rehearse_module
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.rehearse import ProgramCommands, RehearseOptions, rehearse
@@ -263,6 +264,33 @@ def test_the_verdict_is_good_only_if_there_is_nothing_to_tell() -> None:
     assert "peer 8 did not leave in time and was killed" in verdict(killed)
 
 
+@pytest.mark.parametrize(
+    ("names", "scale"), [(["80", "laptop-cpu-10"], 1), (["4090", "laptop-cpu"], 100), (["80", "8"], 10_000)]
+)
+def test_the_table_tells_everything_in_80_columns(names: list[str], scale: int, tmp_path: Path) -> None:
+    report = report_of(fast_peer(), slow_peer())
+    peers = [
+        dataclasses.replace(
+            peer,
+            name=name,
+            processed_samples=peer.processed_samples * scale,
+            credited_samples=peer.credited_samples * scale,
+        )
+        for peer, name in zip(report.peers, names, strict=True)
+    ]
+    path = tmp_path / "output.txt"
+    with path.open("w") as output:
+        rehearse_module._print_report(Console(file=output, width=80), dataclasses.replace(report, peers=peers))
+    table = path.read_text().split("alone, swarm:")[0].splitlines()
+    assert all(len(line) <= 80 for line in table) and "…" not in "".join(table)
+    heading = next(line for line in table if "alone" in line)
+    assert " ".join(heading.split()) == "peer alone swarm processed credited pending rounds carried share"
+    rows = table[table.index(heading) + 2 :]
+    assert "".join(line[:12].split(" ")[1] for line in rows if line.strip()) == "".join(names)
+    for peer in peers:
+        assert any(f" {peer.processed_samples} " in line for line in rows)
+
+
 # --- processes: peers that pretend, in place of the program
 
 PRETENDER = """
@@ -448,19 +476,19 @@ def test_ctrl_c_and_term_end_every_process(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "kind", "words"),
     [
-        ({"peers": "80,fast"}, "'fast'"),
-        ({"seconds": 0.0}, "--seconds 0"),
-        ({"seconds": float("nan")}, "--seconds nan"),
-        ({"json_path": Path("/nonexistent/report.json")}, "/nonexistent/report.json"),
+        ({"peers": "80,fast"}, UsageError, "'fast'"),
+        ({"seconds": 0.0}, UsageError, "--seconds 0"),
+        ({"seconds": float("nan")}, UsageError, "--seconds nan"),
+        ({"json_path": Path("/nonexistent/report.json")}, DirectoryError, "/nonexistent/report.json"),
     ],
 )
 def test_options_that_cannot_be_used_are_told_before_anything_starts(
-    tmp_path: Path, changes: dict[str, Any], words: str
+    tmp_path: Path, changes: dict[str, Any], kind: type[P2PTrainerError], words: str
 ) -> None:
     console, _ = quiet_console(tmp_path)
-    with pytest.raises(RehearsalError) as caught:
+    with pytest.raises(kind) as caught:
         rehearse(options(tmp_path, **changes), console=console, commands=Pretenders(tmp_path))
     assert words in caught.value.problem
     assert not (tmp_path / "rehearsal").exists()
@@ -473,7 +501,7 @@ def test_a_manifest_that_is_not_there_is_told_before_anything_starts(tmp_path: P
 
 def test_a_directory_of_an_earlier_rehearsal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rehearsal" / "peer-80").mkdir(parents=True)
-    with pytest.raises(RehearsalError, match="not empty"):
+    with pytest.raises(DirectoryError, match="not empty"):
         rehearse(options(tmp_path), commands=Pretenders(tmp_path))
 
 

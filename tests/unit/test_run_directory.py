@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -52,13 +53,23 @@ def test_a_lock_is_held_against_other_processes_and_ends_with_its_own(tmp_path: 
     RunDirectory(tmp_path).close()
 
 
-@pytest.mark.parametrize("below", ["", "deeper"])
-def test_a_path_that_is_or_goes_through_a_file_is_refused(tmp_path: Path, below: str) -> None:
+@pytest.mark.parametrize(
+    ("below", "problem", "remedy"),
+    [
+        ("", "{file} is a file, not a directory.", "a name that does not exist yet"),
+        ("deeper", "The directory {file}/deeper cannot be made: {file} is a file.", "leads through no file"),
+        ("deeper/still", "The directory {file}/deeper/still cannot be made: {file} is a file.", "through no file"),
+    ],
+)
+def test_a_path_that_is_or_goes_through_a_file_is_refused(
+    tmp_path: Path, below: str, problem: str, remedy: str
+) -> None:
     file = tmp_path / "file"
     file.write_text("not a directory")
-    with pytest.raises(DirectoryError, match="cannot be written to") as raised:
+    with pytest.raises(DirectoryError) as raised:
         RunDirectory(file / below)
-    assert str(file) in raised.value.problem
+    assert raised.value.problem == problem.format(file=file)
+    assert remedy in raised.value.remedy and "--dir" in raised.value.remedy
     assert raised.value.exit_code == ExitCode.DIRECTORY
     assert file.read_text() == "not a directory"
 
@@ -72,6 +83,32 @@ def test_a_directory_that_may_only_be_read_is_refused(tmp_path: Path, monkeypatc
         place.chmod(0o500)
     with pytest.raises(DirectoryError, match="cannot be written to"):
         RunDirectory(place)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EACCES, "Make {place} writable for this user"),
+        (errno.EROFS, "a file system that can be written to"),
+        (errno.ENOSPC, "Free some space"),
+        (errno.ENAMETOOLONG, "Choose another directory with --dir"),
+    ],
+)
+@pytest.mark.parametrize("exists", [True, False], ids=["there", "not there"])
+def test_the_remedy_fits_what_is_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str, exists: bool
+) -> None:
+    path = tmp_path if exists else tmp_path / "deep" / "run"
+
+    def refused(self: Path, *arguments: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(DirectoryError) as raised:
+        RunDirectory(path)
+    done = "written to" if exists else f"made in {tmp_path}"
+    assert raised.value.problem == f"The directory {path} cannot be {done}: {os.strerror(number)}."
+    assert remedy.format(place=tmp_path) in raised.value.remedy and "--dir" in raised.value.remedy
 
 
 def test_starts_are_counted_also_after_damage(directory: RunDirectory) -> None:

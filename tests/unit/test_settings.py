@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dht_config.errors import AddressError, ExitCode
-from p2p_trainer.settings import ENVIRONMENT_PREFIX, PeerSettings, SettingsError, load_settings
+from dht_config.errors import AddressError, DeviceError, ExitCode, P2PTrainerError
+from p2p_trainer.settings import (
+    ENVIRONMENT_PREFIX,
+    PeerSettings,
+    SettingsError,
+    load_settings,
+    parse_given_addresses,
+)
+
+PEER_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +68,12 @@ def test_the_users_own_file_is_read_if_it_is_there(tmp_path: Path) -> None:
 
 
 def test_lists_come_from_every_source(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text('peer = ["/from/file"]\n')
-    assert load_settings({}, file).peer == ("/from/file",)
-    monkeypatch.setenv("P2P_TRAINER_PEER", "/from/environment, /and/another")
-    assert load_settings({}, file).peer == ("/from/environment", "/and/another")
-    assert load_settings({"peer": ("/from/flag",)}, file).peer == ("/from/flag",)
+    one, two, three = (f"/ip4/203.0.113.7/tcp/{port}/p2p/{PEER_ID}" for port in (1, 2, 3))
+    file.write_text(f'peer = ["{one}"]\n')
+    assert load_settings({}, file).peer == (one,)
+    monkeypatch.setenv("P2P_TRAINER_PEER", f"{one}, {two}")
+    assert load_settings({}, file).peer == (one, two)
+    assert load_settings({"peer": (three,)}, file).peer == (three,)
 
 
 def test_a_file_that_was_named_must_exist(tmp_path: Path) -> None:
@@ -97,19 +107,72 @@ def test_an_unknown_name_in_the_file_is_named(file: Path) -> None:
         ("emulate", float("inf")),
     ],
 )
-def test_a_bad_value_is_named_with_the_places_it_may_come_from(
-    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_bad_value_is_named_with_the_place_it_comes_from_and_what_is_allowed(
+    name: str, value: Any, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SettingsError) as from_flag:
-        load_settings({name: value})
-    monkeypatch.setenv(ENVIRONMENT_PREFIX + name.upper(), str(value))
+    flag, variable = "--" + name.replace("_", "-"), ENVIRONMENT_PREFIX + name.upper()
+    file.write_text(f"{name} = {json.dumps(value).replace('NaN', 'nan').replace('Infinity', 'inf')}\n")
+    with pytest.raises(SettingsError) as from_file:
+        load_settings({}, file)
+    monkeypatch.setenv(variable, str(value))
     with pytest.raises(SettingsError) as from_environment:
-        load_settings({})
-    for raised in (from_flag, from_environment):
+        load_settings({}, file)
+    with pytest.raises(SettingsError) as from_flag:
+        load_settings({name: value}, file)
+    places = {flag: from_flag, variable: from_environment, f"{name} in {file}": from_file}
+    for place, raised in places.items():
         text = str(raised.value)
-        assert name in text and str(value) in text
-        assert "--" + name.replace("_", "-") in text and ENVIRONMENT_PREFIX + name.upper() in text
+        assert text.startswith(place) and str(value) in text and "number" in text
+        assert not any(other in text for other in places if other != place)
         assert raised.value.exit_code == ExitCode.USAGE
+
+
+def test_what_is_allowed_is_said_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("P2P_TRAINER_PORT", "abc")
+    with pytest.raises(SettingsError) as raised:
+        load_settings({})
+    assert raised.value.problem == (
+        "P2P_TRAINER_PORT in the environment: 'abc' cannot be used, it must be a whole number from 0 to 65535."
+    )
+    with pytest.raises(
+        SettingsError, match=r"--emulate: 0 cannot be used, it must be a number above 0(\.0)? to 1000000"
+    ):
+        load_settings({"port": 1, "emulate": 0})
+    monkeypatch.setenv("P2P_TRAINER_ALLOW_FILES", "perhaps")
+    with pytest.raises(SettingsError, match=r"P2P_TRAINER_ALLOW_FILES .*'perhaps'.* true or false"):
+        load_settings({"port": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("host", "localhost", AddressError),
+        ("announce", "peer.example.org:1", AddressError),
+        ("peer", "203.0.113.7", AddressError),
+        ("peer", f"/ip4/203.0.113.7/tcp/1/p2p/{PEER_ID},/ip4/203.0.113.7", AddressError),
+        ("device", "gpu", DeviceError),
+    ],
+)
+def test_an_address_or_device_that_cannot_be_used_is_named_with_its_place(
+    name: str, value: str, kind: type[P2PTrainerError], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(f"{name} = {json.dumps(value)}\n")
+    with pytest.raises(kind, match=f"^{name} in {file}: ") as raised:
+        load_settings({}, file)
+    assert value.split(",")[-1] in raised.value.problem and raised.value.remedy
+    monkeypatch.setenv(ENVIRONMENT_PREFIX + name.upper(), value)
+    with pytest.raises(kind, match=f"^{ENVIRONMENT_PREFIX}{name.upper()} in the environment: "):
+        load_settings({}, file)
+    with pytest.raises(kind, match=f"^--{name}: "):
+        load_settings({name: (value,) if name in ("announce", "peer") else value}, file)
+
+
+def test_addresses_that_were_typed_are_all_good_or_an_error() -> None:
+    good = f"/ip4/203.0.113.7/tcp/1/p2p/{PEER_ID}"
+    assert [address.text for address in parse_given_addresses([f' "{good}", ', good], "--peer")] == [good, good]
+    for bad in ("", " , ", "nonsense", f"{good} nonsense"):
+        with pytest.raises(AddressError, match=r"^--peer: the address"):
+            parse_given_addresses([good, bad], "--peer")
 
 
 @pytest.mark.parametrize("content", [b"port = ", b"\xff\xfe", b"[port]\nx = 1\n"])
@@ -122,7 +185,7 @@ def test_a_file_that_cannot_be_read_is_named(content: bytes, file: Path) -> None
 
 def test_an_unknown_name_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("P2P_TRAINER_PROT", "5")
-    with pytest.raises(SettingsError, match="P2P_TRAINER_PROT"):
+    with pytest.raises(SettingsError, match=r"P2P_TRAINER_PROT .*Did you mean P2P_TRAINER_PORT\?"):
         load_settings({})
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from dht_config.errors import DataError, InviteError, ManifestError
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest, run_id
-from p2p_trainer.target import read_target
+from p2p_trainer.target import check_model, layout_of, read_target, trainable
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"
 INVITE = Invite(run_id="tiny-0123456789abcdef", organiser_public_key=bytes(range(32)), addresses=(ADDRESS,))
@@ -88,3 +90,44 @@ def test_a_task_that_is_not_installed_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[run]\nname = "tiny"\n[task]\nname = "chess"\n')
     with pytest.raises((ManifestError, DataError), match="chess"):
         read_target("run.toml")
+
+
+class OneTask:
+    """A task whose model is made by a function; nothing else of it is used."""
+
+    name, version, unit = "one", 1, "samples"
+
+    def __init__(self, build: object) -> None:
+        self.build_model = build
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_shipped_model_is_checked_without_drawing_its_values(name: str) -> None:
+    target = read_target(name)
+    before = torch.get_rng_state()
+    check_model(target.manifest, target.task)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_cannot_be_built_without_values_is_built_with_them() -> None:
+    def build() -> nn.Module:
+        layer = nn.Linear(8, 8)
+        assert float(layer.weight.detach().sum()) < 1e6  # a tensor on "meta" has no values
+        return layer
+
+    threads = torch.get_num_threads()
+    check_model(read_target("digits").manifest, OneTask(build))
+    assert torch.get_num_threads() == threads
+
+
+def test_a_model_with_fewer_parameters_than_fragments_is_refused() -> None:
+    manifest = read_target("digits").manifest
+    with pytest.raises(ManifestError, match=r"\[run\] fragments = 2"):
+        check_model(manifest, OneTask(lambda: nn.Linear(1, 1, bias=False)))
+
+
+def test_only_what_takes_gradients_is_cut() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    assert list(trainable(model)) == ["1.weight", "1.bias"]
+    assert layout_of(model, read_target("digits").manifest).num_elements == 20

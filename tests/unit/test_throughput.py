@@ -213,7 +213,7 @@ def test_measuring_doubles_up_to_the_inner_batch_and_leaves_the_model_alone() ->
 def test_measuring_stops_growing_where_memory_runs_out() -> None:
     task = Regression(capacity=5)
     throughput = measure_throughput(
-        task, task.build_model(), InnerOptimizerSection(batch_size=32), CPU, seed=0, limit_seconds=0.05
+        task, task.build_model(), InnerOptimizerSection(batch_size=32), CPU, seed=0, limit_seconds=5.0
     )
     assert throughput.micro_batch <= 4
     assert max(task.sizes) == 8

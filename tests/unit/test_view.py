@@ -1,10 +1,11 @@
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from p2p_trainer.view import LiveView, PeerView, sentence
+from p2p_trainer.view import LiveView, PeerView, address_line, farewell, farewell_of_a_door, sentence
 
 NOW = 1_800_000_000.0
 AVERAGING = PeerView(
@@ -189,3 +190,27 @@ def test_terminals_that_want_plain_lines_get_them(monkeypatch: pytest.MonkeyPatc
 
 def test_plain_lines_can_be_asked_for_on_a_terminal() -> None:
     assert not LiveView(Console(file=io.StringIO(), force_terminal=True), plain=True).interactive
+
+
+def test_the_last_line_tells_what_was_done_and_whether_it_is_kept() -> None:
+    kept = farewell(AVERAGING, Path("/data/peer"), "")
+    assert kept == (
+        "Left the run: 1,200 samples processed, 1,100 credited; progress saved in /data/peer. "
+        "The same command continues."
+    )
+    lost = farewell(AVERAGING, Path("/data/peer"), "The checkpoint cannot be written: No space left on device.")
+    assert "progress NOT saved (The checkpoint cannot be written: No space left on device): /data/peer has" in lost
+    assert "saved in" not in lost
+
+
+def test_a_door_says_likewise() -> None:
+    assert farewell_of_a_door(Path("/data/door"), "").startswith("Stopped serving; bases saved in /data/door.")
+    assert "bases NOT saved (it did not end)" in farewell_of_a_door(Path("/data/door"), "it did not end")
+
+
+def test_addresses_are_told_whole_and_with_their_reach() -> None:
+    text = "/ip4/203.0.113.7/tcp/31337/p2p/QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"
+    output = io.StringIO()
+    LiveView(Console(file=output, width=40)).status(address_line([text, text], "inside this network"))
+    assert text in output.getvalue() and "(inside this network)" in output.getvalue()
+    assert "--peer" in address_line([text], "") and "(" not in address_line([text], "")
