@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from dht_config.manifest import example_manifest, parse_manifest
 from peers.arena import SharedArena
 from peers.fragments import FragmentLayout
 from peers.ledger import Ledger
@@ -11,6 +12,7 @@ from peers.outer import NO_HISTORY
 from peers.pipe import Configure, FragmentMeta
 from peers.swarm import _fragments, _restored_progress
 
+RUN = parse_manifest(example_manifest("digits"), "digits")
 LAYOUT = FragmentLayout(names=("a",), shapes=((12,),), bounds=(0, 4, 12))
 
 
@@ -33,12 +35,12 @@ def test_a_returning_peer_announces_the_samples_and_the_credit_of_its_checkpoint
         for ledger in ledgers
     ]
     configure = configured(metas, 96)
-    progress = _restored_progress(configure, _fragments(configure, SharedArena.create(12), 2))
+    progress = _restored_progress(configure, _fragments(configure, SharedArena.create(12), RUN))
     assert (progress.samples, progress.steps) == (96, 12)
     assert progress.credited_samples == (4 * 80 + 4 * 40) / 12
 
 
 def test_a_newcomer_announces_none() -> None:
     configure = configured(None, 0)
-    progress = _restored_progress(configure, _fragments(configure, SharedArena.create(12), 2))
+    progress = _restored_progress(configure, _fragments(configure, SharedArena.create(12), RUN))
     assert (progress.samples, progress.credited_samples) == (0, 0.0)

@@ -198,7 +198,7 @@ def test_measuring_doubles_up_to_the_inner_batch_and_leaves_the_model_alone() ->
     before = copy.deepcopy(model.state_dict())
     shares: list[float] = []
     section = InnerOptimizerSection(batch_size=12)
-    throughput = measure_throughput(task, model, section, CPU, 0, limit_seconds=0.2, on_progress=shares.append)
+    throughput = measure_throughput(task, model, section, CPU, 0, limit_seconds=2.0, on_progress=shares.append)
     assert list(dict.fromkeys(task.sizes)) == [1, 2, 4, 8, 12]
     assert throughput.micro_batch in (1, 2, 4, 8, 12)
     assert math.isfinite(throughput.samples_per_second)
@@ -213,7 +213,7 @@ def test_measuring_doubles_up_to_the_inner_batch_and_leaves_the_model_alone() ->
 def test_measuring_stops_growing_where_memory_runs_out() -> None:
     task = Regression(capacity=5)
     throughput = measure_throughput(
-        task, task.build_model(), InnerOptimizerSection(batch_size=32), CPU, seed=0, limit_seconds=5.0
+        task, task.build_model(), InnerOptimizerSection(batch_size=32), CPU, seed=0, limit_seconds=2.0
     )
     assert throughput.micro_batch <= 4
     assert max(task.sizes) == 8
