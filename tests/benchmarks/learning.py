@@ -126,10 +126,12 @@ def codec_cells() -> Iterator[Cell]:
     yield replace(sparse, name="sparse, apart", feedback="apart")
     yield replace(sparse, name="sparse, apart, β 0.95", feedback="apart", beta=0.95)
     yield replace(sparse, name="sparse, dropped", feedback="dropped")
-    plain = {"lr": 1.0, "momentum": 0.0}
-    yield replace(sparse, name="sparse, outer 1/0", **plain)
-    yield replace(sparse, name="sparse, apart, β 0.95, outer 1/0", feedback="apart", beta=0.95, **plain)
-    yield replace(DEFAULT, name="float32, outer 1/0", **plain)
+    averaging = replace(DEFAULT, lr=1.0, momentum=0.0)
+    yield replace(averaging, name="float32, outer 1/0")
+    yield replace(averaging, name="sparse, outer 1/0", up="sparse", down="int8")
+    yield replace(
+        averaging, name="sparse, apart, β 0.95, outer 1/0", up="sparse", down="int8", feedback="apart", beta=0.95
+    )
 
 
 def weighting_cells() -> Iterator[Cell]:
@@ -162,12 +164,13 @@ class FlatModel:
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
         parameters = list(self.model.parameters())
         self.flat = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]))
-        self.flat.grad = torch.zeros_like(self.flat)
+        self.gradient = torch.zeros_like(self.flat.data)
+        self.flat.grad = self.gradient
         position = 0
         for parameter in parameters:
             part = slice(position, position + parameter.numel())
             parameter.data = self.flat.data[part].view(parameter.shape)
-            parameter.grad = self.flat.grad[part].view(parameter.shape)
+            parameter.grad = self.gradient[part].view(parameter.shape)
             position = part.stop
 
     @property
@@ -194,9 +197,9 @@ class Peer:
     def step(self, lineage_samples: int) -> None:
         """One inner step."""
         set_learning_rate(self.optimizer, learning_rate(self.section, lineage_samples))
-        gradient = self.net.flat.grad
+        gradient = self.net.gradient
         gradient.zero_()
-        self.task.loss(self.net.model, next(self.batches)).backward()
+        torch.autograd.backward(self.task.loss(self.net.model, next(self.batches)))
         if self.section.clip_norm is not None:
             norm = float(torch.linalg.vector_norm(gradient))
             if norm > self.section.clip_norm:
@@ -391,7 +394,12 @@ def run_cell(cell: Cell, scale: Scale, seed: int) -> Outcome:
                 curve.append(held_out_loss(scale, net, peer.net.values))
         values, samples = peer.net.values, steps * scale.batch_size
     loss = held_out_loss(scale, net, values)
-    return Outcome(loss=loss, curve=[*curve, loss], samples=samples, cpu_seconds=time.process_time() - began)
+    return Outcome(
+        loss=round(loss, 4),
+        curve=[round(point, 4) for point in (*curve, loss)],
+        samples=samples,
+        cpu_seconds=round(time.process_time() - began, 1),
+    )
 
 
 def credited_steps(scale: Scale) -> int:
@@ -411,7 +419,6 @@ class Results:
     """Outcomes as they come in."""
 
     scale: Scale
-    flags: list[str]
     cells: Sequence[Cell]
     outcomes: dict[str, dict[int, Outcome]] = field(default_factory=dict)
 
@@ -432,13 +439,7 @@ class Results:
                     "loss_stdev": _stdev(list(losses.values())),
                     "ratio": round(statistics.mean(ratios), 4) if ratios else None,
                     "ratio_stdev": _stdev(ratios),
-                    "losses": {seed: round(loss, 4) for seed, loss in losses.items()},
-                    "curve": [
-                        round(statistics.mean(point), 4)
-                        for point in zip(*(outcome.curve for outcome in outcomes.values()), strict=True)
-                    ],
-                    "samples": next(iter(outcomes.values())).samples,
-                    "cpu_seconds": round(statistics.mean(item.cpu_seconds for item in outcomes.values()), 1),
+                    "runs": {seed: asdict(outcome) for seed, outcome in sorted(outcomes.items())},
                     "settings": {
                         key: value
                         for key, value in asdict(cell).items()
@@ -449,9 +450,22 @@ class Results:
         return rows
 
     def write(self, path: Path) -> None:
-        scale = asdict(self.scale) | {"parameters": len(FlatModel(task_of(self.scale), self.scale).values)}
-        report = {"flags": self.flags, "torch": torch.__version__, "scale": scale, "cells": self.rows()}
+        report = {"torch": torch.__version__, "scale": self.described_scale(), "cells": self.rows()}
         path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+
+    def described_scale(self) -> dict[str, Any]:
+        parameters = len(FlatModel(task_of(self.scale), self.scale).values)
+        scale: dict[str, Any] = json.loads(json.dumps(asdict(self.scale)))
+        return scale | {"parameters": parameters}
+
+    def resume(self, path: Path) -> None:
+        """Take over what a file holds. :raises ValueError: it is of another scale"""
+        report = json.loads(path.read_text())
+        if report["scale"] != self.described_scale():
+            raise ValueError(f"{path} holds results of another scale; name another file")
+        for row in report["cells"]:
+            runs = {int(seed): Outcome(**run) for seed, run in row["runs"].items()}
+            self.outcomes.setdefault(row["name"], {}).update(runs)
 
     def table(self) -> Table:
         table = Table(title=f"{self.scale.name}: {self.scale.rounds} rounds of each fragment")
@@ -464,9 +478,9 @@ class Results:
                 f"{row['loss_stdev']:.4f}" if row["loss_stdev"] is not None else "",
                 f"{row['ratio']:.4f}" if row["ratio"] is not None else "",
                 f"{row['ratio_stdev']:.4f}" if row["ratio_stdev"] is not None else "",
-                str(len(row["losses"])),
-                str(row["samples"]),
-                f"{row['cpu_seconds']:.0f}",
+                str(len(row["runs"])),
+                str(max(run["samples"] for run in row["runs"].values())),
+                f"{statistics.mean(run['cpu_seconds'] for run in row['runs'].values()):.0f}",
             )
         return table
 
@@ -475,14 +489,27 @@ def _stdev(values: list[float]) -> float | None:
     return round(statistics.stdev(values), 4) if len(values) > 1 else None
 
 
-def _worker_starts(threads: int) -> None:
-    torch.set_num_threads(threads)
+def run_cells(
+    jobs: Sequence[tuple[Cell, int]], scale: Scale, processes: int, threads: int
+) -> Iterator[tuple[tuple[Cell, int], Outcome]]:
+    """Run cells with their seeds; outcomes come as they are ready."""
+    if processes == 1:
+        torch.set_num_threads(threads)
+        yield from ((job, run_cell(job[0], scale, job[1])) for job in jobs)
+        return
+    # Spawned, not forked: torch's threads do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (threads,)) as pool:
+        futures = {pool.submit(run_cell, cell, scale, seed): (cell, seed) for cell, seed in jobs}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="135 k parameters, 100 rounds of each fragment")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="written after every run of a cell")
+    parser.add_argument("--resume", action="store_true", help="keep what FILE holds already, run what it lacks")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, help="rounds of each fragment")
@@ -506,21 +533,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = options.only.split("|")
         cells = [cell for cell in cells if cell is DEFAULT or any(text in cell.name for text in wanted)]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    flags = [flag for flag in (arguments if arguments is not None else sys.argv[1:]) if str(options.json) not in flag]
-    results = Results(scale, flags, cells)
+    results = Results(scale, cells)
+    if options.resume and options.json.exists():
+        results.resume(options.json)
     console = Console(width=None if sys.stdout.isatty() else 120)
 
-    # Spawned, not forked: torch's threads do not survive a fork.
-    with ProcessPoolExecutor(
-        options.jobs, multiprocessing.get_context("spawn"), _worker_starts, (options.threads,)
-    ) as pool:
-        jobs = {pool.submit(run_cell, cell, scale, seed): (cell, seed) for seed in seeds for cell in cells}
-        for job in as_completed(jobs):
-            cell, seed = jobs[job]
-            outcome = job.result()
-            results.outcomes.setdefault(cell.name, {})[seed] = outcome
-            results.write(options.json)
-            console.print(f"{cell.name}, seed {seed}: {outcome.loss:.4f} ({outcome.cpu_seconds:.0f} s)", style="dim")
+    jobs = [(cell, seed) for seed in seeds for cell in cells if seed not in results.outcomes.get(cell.name, {})]
+    for (cell, seed), outcome in run_cells(jobs, scale, options.jobs, options.threads):
+        results.outcomes.setdefault(cell.name, {})[seed] = outcome
+        results.write(options.json)
+        console.print(f"{cell.name}, seed {seed}: {outcome.loss:.4f} ({outcome.cpu_seconds:.0f} s)", style="dim")
     console.print(results.table())
     return 0
 
