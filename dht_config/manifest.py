@@ -207,8 +207,8 @@ class AveragingSection(_Section):
     answer_codec: Literal["float32", "float16", "int8", "int4"] = "float32"
     """how averages travel: "float32", "float16", "int8" or "int4"."""
 
-    weighting: Literal["samples"] = "samples"
-    """"samples": a contribution counts as much as the samples in it."""
+    weighting: Literal["samples_times_batch", "samples", "fednova", "sqrt", "uniform"] = "samples_times_batch"
+    """local only: how samples and steps weigh: "samples_times_batch", "samples", "fednova", "sqrt" or "uniform"."""
 
 
 class NetworkSection(_Section):

@@ -8,8 +8,10 @@ within the magnitude limit.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +21,7 @@ from peers.codecs import Codec, Float32, MalformedBody
 from peers.ledger import PendingSpan
 from peers.messages import mask_of
 from peers.residual import pack
+from peers.weighting import Weighting, get_weighting
 
 MAX_ABSOLUTE_DIFFERENCE = 1e4
 """No parameter moves this far between two rounds of an honest peer; float32 sums of such values stay finite."""
@@ -26,6 +29,8 @@ INLINE_ELEMENTS = 1 << 16
 """Below this size, arithmetic on the event loop costs less than a thread hand-over (about 0.1 ms)."""
 FLOAT32 = np.dtype("<f4")
 PLAIN = Float32()
+BY_SAMPLES = get_weighting("samples")
+MAX_BATCH = 2**40
 
 Result = TypeVar("Result")
 
@@ -45,23 +50,12 @@ class Averaged:
     mask: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A stretch of a part (positions within the part) in which one member has one weight."""
-
-    start: int
-    stop: int
-    weight: float
-
-
 class _OpenPart:
     """A part that is still being added up."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         self.sum: torch.Tensor | None = None
-        self.weights: torch.Tensor | None = None
-        self.weight = 0.0
         self.included: set[int] = set()
         self.lock = asyncio.Lock()
         self.result: asyncio.Future[Averaged] = asyncio.get_running_loop().create_future()
@@ -70,29 +64,28 @@ class _OpenPart:
     def size(self) -> int:
         return self.stop - self.start
 
-    def add(self, values: torch.Tensor, pieces: Sequence[_Piece]) -> None:
-        """Add ``values`` (float32, ``(size,)``) with the weights that ``pieces`` give each stretch."""
+    def stretch(self, span: PendingSpan) -> slice:
+        """Where a member's span lies in this part; empty if it does not."""
+        low, high = max(span.start, self.start), min(span.stop, self.stop)
+        return slice(low - self.start, max(low, high) - self.start) if low < high else slice(0, 0)
+
+    def add(self, values: torch.Tensor, weighted: Sequence[tuple[slice, float]]) -> None:
+        """Add ``values`` (float32, ``(size,)``) with a weight for each stretch."""
         if self.sum is None:
             self.sum = torch.zeros(self.size)
-        everywhere = len(pieces) == 1 and (pieces[0].start, pieces[0].stop) == (0, self.size)
-        if everywhere and self.weights is None:
-            self.sum.add_(values, alpha=pieces[0].weight)
-            self.weight += pieces[0].weight
-            return
-        if self.weights is None:
-            self.weights = torch.full((self.size,), self.weight)
-        for piece in pieces:
-            stretch = slice(piece.start, piece.stop)
-            self.sum[stretch].add_(values[stretch], alpha=piece.weight)
-            self.weights[stretch].add_(piece.weight)
+        for where, weight in weighted:
+            self.sum[where].add_(values[where], alpha=weight)
 
-    def average(self) -> torch.Tensor:
-        """Sum over weights, float32 ``(size,)``; elements that nobody has weight in stay 0."""
+    def average(self, normalisers: Sequence[tuple[slice, float]]) -> torch.Tensor:
+        """Sum over normalisers, float32 ``(size,)``; where that is 0, nobody has weight and the average is 0."""
         if self.sum is None:
             return torch.zeros(self.size)
-        if self.weights is not None:
-            return torch.where(self.weights > 0, self.sum / self.weights, 0.0)
-        return self.sum.div_(self.weight) if self.weight > 0 else self.sum
+        for where, normaliser in normalisers:
+            if normaliser > 0:
+                self.sum[where].div_(normaliser)
+            else:
+                self.sum[where].zero_()
+        return self.sum
 
 
 class PartReducer:
@@ -100,11 +93,13 @@ class PartReducer:
 
     :param ranges: element ranges of the parts within the fragment
     :param spans: for each member of the group, its pending spans as signed in its announcement; a member's weight
-        in an element is its samples there. The weight on the wire does not exist.
+        in an element follows from its samples and steps there. A weight on the wire does not exist.
     :param minimum: a part closed with fewer contributions has no average, which voids the round
     :param codec: how contributions come
     :param answer_codec: how averages go out
     :param residual: what earlier averages of these elements left out, or None; it goes into this one
+    :param weighting: how a member's samples and steps count
+    :param batch_size: no inner step holds more samples
     """
 
     def __init__(
@@ -115,8 +110,11 @@ class PartReducer:
         codec: Codec = PLAIN,
         answer_codec: Codec = PLAIN,
         residual: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
+        weighting: Weighting = BY_SAMPLES,
+        batch_size: int = MAX_BATCH,
     ) -> None:
         self._codec, self._answer_codec, self._residual = codec, answer_codec, residual
+        self._weighting, self._batch_size = weighting, batch_size
         self.left_out: dict[tuple[int, int], bytes] = {}
         """What this round's averages left out, packed, by element range."""
         self._parts = [_OpenPart(start, stop) for start, stop in ranges]
@@ -145,11 +143,11 @@ class PartReducer:
         await asyncio.shield(asyncio.ensure_future(self._add(member, self._parts[part], values)))
 
     async def _add(self, member: int, part: _OpenPart, values: torch.Tensor) -> None:
-        pieces = self._pieces(member, part)
+        weighted = self._weighted(member, part)
         async with part.lock:
             if part.result.done() or member not in self.expected or member in part.included:
                 return
-            await off_loop(part.size, part.add, values, pieces)
+            await off_loop(part.size, part.add, values, weighted)
             part.included.add(member)
         await self._close_if_complete(part)
 
@@ -187,7 +185,7 @@ class PartReducer:
             part.result.set_exception(InvalidPart(f"could not be averaged: {error}"))
             part.result.exception()
             return
-        part.sum = part.weights = None
+        part.sum = None
         part.result.set_result(
             Averaged(
                 payload=payload,
@@ -199,7 +197,7 @@ class PartReducer:
 
     def _encode(self, part: _OpenPart) -> tuple[torch.Tensor, bytes]:
         """Average and encode a part, once for everyone: what they decode it to, and the bytes."""
-        mean = part.average()
+        mean = part.average(self._normalisers(part))
         if self._answer_codec.lossless:
             return mean, self._answer_codec.encode(mean)
         before = self._residual(part.start, part.stop)
@@ -210,13 +208,31 @@ class PartReducer:
         self.left_out[part.start, part.stop] = pack(mean.sub_(decoded))
         return decoded, payload
 
-    def _pieces(self, member: int, part: _OpenPart) -> list[_Piece]:
-        pieces = []
-        for span in self._spans[member]:
-            low, high = max(span.start, part.start), min(span.stop, part.stop)
-            if low < high:
-                pieces.append(_Piece(low - part.start, high - part.start, float(span.samples)))
-        return pieces
+    def _weighted(self, member: int, part: _OpenPart) -> list[tuple[slice, float]]:
+        """A member's weight in each stretch of a part."""
+        return [
+            (part.stretch(span), self._weighting.value_weight(span.samples, self._steps(span)))
+            for span in self._spans[member]
+        ]
+
+    def _normalisers(self, part: _OpenPart) -> list[tuple[slice, float]]:
+        """What to divide by in each stretch in which no included member's counts change."""
+        spans = [self._spans[member] for member in sorted(part.included)]
+        cuts = {part.start, part.stop}
+        for own in spans:
+            cuts |= {cut for span in own for cut in (span.start, span.stop) if part.start < cut < part.stop}
+        found = []
+        for low, high in pairwise(sorted(cuts)):
+            there = [span for own in spans for span in own if span.start <= low and high <= span.stop]
+            terms = [self._weighting.normaliser_terms(span.samples, self._steps(span)) for span in there]
+            total = tuple(math.fsum(column) for column in zip(*terms, strict=True))
+            normaliser = self._weighting.normaliser(total) if total else 0.0
+            found.append((slice(low - part.start, high - part.start), normaliser))
+        return found
+
+    def _steps(self, span: PendingSpan) -> int:
+        """Inner steps, no fewer than the run's batch size allows: understating them would raise a weight."""
+        return max(span.steps, -(-span.samples // self._batch_size))
 
 
 async def off_loop(elements: int, work: Callable[..., Result], *arguments: Any) -> Result:

@@ -31,7 +31,8 @@ from peers.messages import (
     Receipt,
     indices_of,
 )
-from peers.reducer import PLAIN, InvalidPart, PartReducer, check_values, decode_values, off_loop
+from peers.reducer import BY_SAMPLES, MAX_BATCH, PLAIN, InvalidPart, PartReducer, check_values, decode_values, off_loop
+from peers.weighting import Weighting
 
 CallReducer = Callable[[PeerID, AsyncIterator[Part]], Awaitable[AsyncIterator[Average]]]
 TRANSPORT_ERRORS = (
@@ -155,6 +156,7 @@ class Round:
     :param answer_codec: how averages travel
     :param residual: what earlier averages of a range left out, for ``PartReducer``
     :param on_sent: told of every range that a lossy codec changed on its way out, and of what the reducer decodes
+    :param weighting: how samples and steps count, ``batch_size`` samples a step at most
     """
 
     def __init__(
@@ -169,6 +171,8 @@ class Round:
         answer_codec: Codec = PLAIN,
         residual: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
         on_sent: Callable[[int, int, torch.Tensor], None] = lambda start, stop, decoded: None,
+        weighting: Weighting = BY_SAMPLES,
+        batch_size: int = MAX_BATCH,
     ) -> None:
         own_index = plan.index(own_id)
         if own_index is None:
@@ -186,6 +190,8 @@ class Round:
             codec=codec,
             answer_codec=answer_codec,
             residual=residual,
+            weighting=weighting,
+            batch_size=batch_size,
         )
         self._average = torch.zeros(plan.size)
         self._included: dict[tuple[int, int], list[int]] = {}

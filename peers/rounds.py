@@ -24,9 +24,10 @@ from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
 from peers.pipe import Event, Rebased, SnapshotTaken
 from peers.presence import RECORD_SECONDS, Presence
-from peers.reducer import MAX_ABSOLUTE_DIFFERENCE
+from peers.reducer import BY_SAMPLES, MAX_ABSOLUTE_DIFFERENCE, MAX_BATCH
 from peers.round import GroupMember, Round, RoundPlan, RoundVoid, deadline_seconds, split_fragment
 from peers.servicer import SwarmServicer
+from peers.weighting import get_weighting
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,9 @@ class RoundKeeper:
         averaging = run.manifest.averaging
         self._outer = build_outer_optimizer(run.manifest.outer_optimizer)
         self._codec, self._answer_codec = get_codec(averaging.codec), get_codec(averaging.answer_codec)
+        gradient = averaging.mode == "gradient"
+        self._weighting = BY_SAMPLES if gradient else get_weighting(averaging.weighting)
+        self._batch_size = MAX_BATCH if gradient else run.manifest.inner_optimizer.batch_size
         self._needed_samples = ENOUGH * averaging.global_batch
         self._rounds: dict[bytes, asyncio.Future[Round]] = {}
         self._guessing: Counter[PeerID] = Counter()
@@ -280,6 +284,8 @@ class RoundKeeper:
             answer_codec=self._answer_codec,
             residual=state.average_residual.of,
             on_sent=state.sent,
+            weighting=self._weighting,
+            batch_size=self._batch_size,
         )
         waiting = self._rounds.setdefault(plan.group_id, asyncio.get_running_loop().create_future())
         waiting.set_result(current)
