@@ -292,12 +292,12 @@ class Swarm:
             mean.add_(self.reducer_residual[where])
         average = transmitted(cell.down, mean)
         self.reducer_residual[where] = torch.sub(mean, average)
-        new_base, momentum = self.outer.step(base, self.momentum[where], average)
+        new_base, state = self.outer.step(base, self.momentum[where].unsqueeze(0), average, 1)
         return Round(
             fragment=fragment,
             lands_at_tick=tick + self.delay_ticks,
             base=new_base,
-            momentum=momentum,
+            momentum=state[0],
             references=references,
             element_samples=element_samples,
         )
