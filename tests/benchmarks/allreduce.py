@@ -33,6 +33,7 @@ import itertools
 import json
 import logging
 import multiprocessing
+import os
 import shutil
 import signal
 import socket
@@ -367,6 +368,7 @@ def _child(
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if contender is Hivemind:
+        os.environ["GOMAXPROCS"] = str(os.cpu_count())  # Go's default
         torch.set_num_threads(TORCH_THREADS)
     uvloop.install()
     try:
