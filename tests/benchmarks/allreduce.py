@@ -63,7 +63,7 @@ from peers.codecs import CODEC_NAMES, get_codec
 from peers.daemon import DialOutcome, dial_all, die_with_parent, limit_message_size, limit_write_time, start_daemon
 from peers.ledger import PendingSpan
 from peers.messages import Average, Part
-from peers.process import SWARM_THREADS
+from peers.process import SWARM_THREADS, keep_freed_memory
 from peers.round import GroupMember, Round, RoundPlan, split_fragment
 from peers.servicer import SwarmServicer
 from peers.swarm import MAX_MESSAGE_BYTES, WRITE_SECONDS
@@ -146,6 +146,7 @@ class Ours(OnDaemon):
     """``Round``, wired as ``RoundKeeper`` does it."""
 
     async def serve(self) -> None:
+        keep_freed_memory()
         limit_write_time(WRITE_SECONDS)
         limit_message_size(MAX_MESSAGE_BYTES)
         self._rounds: dict[bytes, asyncio.Future[Round]] = {}
