@@ -174,7 +174,7 @@ class Round:
             [member.spans for member in plan.members],
             minimum=min(2, len(plan.members)),
         )
-        self._average = torch.zeros(plan.size)
+        self._average = torch.empty(plan.size)
         self._included: dict[tuple[int, int], list[int]] = {}
         self._streaming: set[int] = set()
         self.bytes_sent = 0
@@ -278,7 +278,7 @@ class Round:
 
     async def _parts_for(self, index: int) -> AsyncIterator[Part]:
         for part, (start, stop) in enumerate(self.plan.ranges[index]):
-            body = self._contribution[start:stop].numpy().astype(FLOAT32, copy=False).tobytes()
+            body = self._contribution[start:stop].numpy().astype(FLOAT32, copy=False).data.cast("B")
             self.bytes_sent += len(body)
             yield Part(PartHeader(group_id=self.plan.group_id, part=part), body)
 
@@ -316,8 +316,7 @@ class Round:
                 averaged = await asyncio.shield(self.reducer.result(part))
             except InvalidPart as error:
                 raise RoundVoid(str(error)) from error
-            values = np.frombuffer(averaged.payload, dtype=FLOAT32).astype(np.float32)
-            self._average[start:stop] = torch.from_numpy(values)
+            self._average[start:stop].numpy()[:] = np.frombuffer(averaged.payload, dtype=FLOAT32)
             self._included[start, stop] = sorted(averaged.included)
 
 
