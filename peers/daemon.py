@@ -21,8 +21,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
@@ -36,6 +36,12 @@ START_SECONDS = 60.0
 DIAL_SECONDS = 10.0
 REFUSAL_SECONDS = 2.0
 SOCKET_DIRECTORY_PREFIX = "p2p-trainer-"
+DAEMON_PROCESSORS = 1
+"""Cores that the daemon runs on at once, unless GOMAXPROCS says otherwise.
+
+One carries about 400 MB/s in each direction. With more, Go's idle threads look for work all the time: a quarter more
+CPU for the same bytes (tests/benchmarks/allreduce.py), which training would have used.
+"""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -106,15 +112,20 @@ def check_port_free(host: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def _children_die_with_us() -> Iterator[None]:
-    """While active, children started by asyncio get a session of their own and a parent-death signal."""
+def _as_our_child() -> Iterator[None]:
+    """While active, children started by asyncio get a session of their own, a parent-death signal and few cores."""
     original = asyncio.subprocess.create_subprocess_exec
 
     def prepare() -> None:
         os.setsid()
         die_with_parent(signal.SIGKILL)
 
-    asyncio.subprocess.create_subprocess_exec = partial(original, preexec_fn=prepare)
+    async def create_subprocess_exec(*command: Any, env: dict[str, str], **options: Any) -> asyncio.subprocess.Process:
+        environment = {"GOMAXPROCS": str(DAEMON_PROCESSORS), **env}
+        return await original(*command, env=environment, preexec_fn=prepare, **options)
+
+    replacement: Any = create_subprocess_exec
+    asyncio.subprocess.create_subprocess_exec = replacement
     try:
         yield
     finally:
@@ -130,7 +141,7 @@ async def start_daemon(network: NetworkSettings, identity_path: Path | None, soc
     check_port_free(network.host, network.port)
     P2P._UNIX_SOCKET_PREFIX = f"/unix{socket_directory}/"
     try:
-        with _children_die_with_us():
+        with _as_our_child():
             return await P2P.create(
                 host_maddrs=network.listen_maddrs(),
                 announce_maddrs=list(network.announce) or None,

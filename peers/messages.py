@@ -11,9 +11,11 @@ rpc                    request                                               ans
 rpc_time               Ask                                                   Clock
 rpc_look               Ask ("my records have changed")                       Clock
 rpc_join_group         hivemind's JoinRequest (gather = RoundAnnouncement)   hivemind's MessageFromLeader
-rpc_average            stream of Part, in part order                         stream of Average, in part order
 rpc_base               BaseRequest                                           BaseHeader, then BaseChunk
+average                stream of Part, in part order                         stream of Average, in part order
 =====================  ====================================================  ==============================
+
+``average`` goes through ``transport.py``, which frames header and body itself; the rest as ``ServicerBase`` does it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import Self
 
 _HEADER_LENGTH = struct.Struct("<I")
 MAX_HEADER_BYTES = 256 * 1024
@@ -153,8 +156,12 @@ class WireMessage:
         self.header = header
         self.body = body
 
-    def SerializeToString(self) -> bytes:
+    def packed_header(self) -> bytes:
         packed: bytes = msgpack.packb(self.header.model_dump(), use_bin_type=True)
+        return packed
+
+    def SerializeToString(self) -> bytes:
+        packed = self.packed_header()
         return b"".join((_HEADER_LENGTH.pack(len(packed)), packed, self.body))
 
     def ParseFromString(self, data: bytes) -> None:
@@ -165,17 +172,27 @@ class WireMessage:
         end = _HEADER_LENGTH.size + length
         if length > MAX_HEADER_BYTES or end > len(data) or len(data) - end > MAX_BODY_BYTES:
             return
+        self._parse(data[_HEADER_LENGTH.size : end], memoryview(data)[end:])
+
+    def _parse(self, packed_header: bytes | memoryview, body: memoryview) -> None:
         try:
-            fields = msgpack.unpackb(data[_HEADER_LENGTH.size : end], raw=False, strict_map_key=True)
+            fields = msgpack.unpackb(packed_header, raw=False, strict_map_key=True)
             self.header = self.header_type.model_validate(fields)
         except (ValueError, ValidationError, msgpack.exceptions.UnpackException, RecursionError):
             return
-        self.body = memoryview(data)[end:]
+        self.body = body
 
     @classmethod
     def FromString(cls, data: bytes) -> WireMessage:
         message = cls()
         message.ParseFromString(data)
+        return message
+
+    @classmethod
+    def from_parts(cls, packed_header: bytes | memoryview, body: memoryview) -> Self:
+        """A message whose parts came apart; the body is not copied. Their lengths were checked."""
+        message = cls()
+        message._parse(packed_header, body)
         return message
 
 

@@ -247,6 +247,13 @@ def decode_values(codec: Codec, body: bytes | memoryview, size: int) -> torch.Te
 
     :raises InvalidPart: not an encoding of so many values, or a magnitude no honest difference has.
     """
+    if codec.lossless:
+        if len(body) != size * FLOAT32.itemsize:
+            raise InvalidPart(f"{len(body)} bytes instead of {size * FLOAT32.itemsize}")
+        raw = np.frombuffer(body, dtype=FLOAT32)
+        values = torch.from_numpy(raw.astype(np.float32, copy=not raw.flags.writeable))
+        check_values(values)
+        return values
     try:
         values = codec.decode(body, size)
     except MalformedBody as error:
@@ -260,6 +267,6 @@ def check_values(values: torch.Tensor) -> None:
 
     :raises InvalidPart: NaN or inf, or a magnitude no honest difference has.
     """
-    largest = float(values.abs().max()) if values.numel() else 0.0
+    largest = max(float(values.max()), -float(values.min())) if values.numel() else 0.0
     if not largest <= MAX_ABSOLUTE_DIFFERENCE:  # also true for NaN
         raise InvalidPart(f"values up to {largest:g}")

@@ -31,7 +31,17 @@ from peers.messages import (
     Receipt,
     indices_of,
 )
-from peers.reducer import BY_SAMPLES, MAX_BATCH, PLAIN, InvalidPart, PartReducer, check_values, decode_values, off_loop
+from peers.reducer import (
+    BY_SAMPLES,
+    FLOAT32,
+    MAX_BATCH,
+    PLAIN,
+    InvalidPart,
+    PartReducer,
+    check_values,
+    decode_values,
+    off_loop,
+)
 from peers.weighting import Weighting
 
 CallReducer = Callable[[PeerID, AsyncIterator[Part]], Awaitable[AsyncIterator[Average]]]
@@ -193,7 +203,7 @@ class Round:
             weighting=weighting,
             batch_size=batch_size,
         )
-        self._average = torch.zeros(plan.size)
+        self._average = torch.empty(plan.size)
         self._included: dict[tuple[int, int], list[int]] = {}
         self._streaming: set[int] = set()
         self.bytes_sent = 0
@@ -304,11 +314,12 @@ class Round:
             self.bytes_sent += len(body)
             yield Part(PartHeader(group_id=self.plan.group_id, part=part), body)
 
-    def _encode(self, start: int, stop: int) -> bytes:
+    def _encode(self, start: int, stop: int) -> bytes | memoryview:
         values = self._contribution[start:stop]
+        if self._codec.lossless:
+            return values.numpy().astype(FLOAT32, copy=False).data.cast("B")  # sent from where it lies
         body = self._codec.encode(values)
-        if not self._codec.lossless:
-            self._on_sent(start, stop, self._codec.decode(body, stop - start))
+        self._on_sent(start, stop, self._codec.decode(body, stop - start))
         return body
 
     async def _receive(self, index: int, answers: AsyncIterator[Average]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import torch
@@ -27,10 +27,13 @@ from peers.presence import RECORD_SECONDS, Presence
 from peers.reducer import BY_SAMPLES, MAX_ABSOLUTE_DIFFERENCE, MAX_BATCH
 from peers.round import GroupMember, Round, RoundPlan, RoundVoid, deadline_seconds, split_fragment
 from peers.servicer import SwarmServicer
+from peers.transport import Transport
 from peers.weighting import get_weighting
 
 logger = logging.getLogger(__name__)
 
+AVERAGE = "average"
+"""Name of the call that carries a contribution's parts one way and their averages the other."""
 REGISTER_SECONDS = 5.0
 """How long a groupmate's call may come before its round is known here."""
 ROUNDS_UNKNOWN_PER_PEER = 4
@@ -43,8 +46,8 @@ MAX_SAMPLES_PER_SECOND = 1e6
 class RoundKeeper:
     """Holds this peer's rounds, one fragment at a tick."""
 
-    def __init__(self, run: RunContext, presence: Presence, bases: BaseKeeper) -> None:
-        self._run, self._presence, self._bases = run, presence, bases
+    def __init__(self, run: RunContext, presence: Presence, bases: BaseKeeper, transport: Transport) -> None:
+        self._run, self._presence, self._bases, self._transport = run, presence, bases, transport
         averaging = run.manifest.averaging
         self._outer = build_outer_optimizer(run.manifest.outer_optimizer)
         self._codec, self._answer_codec = get_codec(averaging.codec), get_codec(averaging.answer_codec)
@@ -74,7 +77,7 @@ class RoundKeeper:
         """The matchmaking behind one of this run's group keys."""
         return self._matchmaking.get(group_key)
 
-    async def answer_sender(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncIterator[Average]:
+    async def answer_sender(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncGenerator[Average, None]:
         """A groupmate sends its contribution; its round may be known to us a moment later than to it."""
         try:
             first = await asyncio.wait_for(stream.__aiter__().__anext__(), REGISTER_SECONDS)
@@ -113,6 +116,10 @@ class RoundKeeper:
         waiting = self._rounds.get(group_id)
         if waiting is not None and not waiting.done():
             del self._rounds[group_id]
+
+    async def serve(self) -> None:
+        """Answer groupmates from now on."""
+        await self._transport.serve(AVERAGE, self.answer_sender, Part)
 
     async def keep_ticks(self) -> None:
         """Begin every tick's round in time to find a group by the tick's beginning."""
@@ -271,8 +278,7 @@ class RoundKeeper:
         wait = deadline_seconds(state.recent_seconds, self._run.schedule.cycle_seconds)
 
         async def call_reducer(reducer: PeerID, parts: AsyncIterator[Part]) -> AsyncIterator[Average]:
-            stream: AsyncIterator[Average] = await self._run.stub(reducer).rpc_average(parts)
-            return stream
+            return await self._transport.call(reducer, AVERAGE, parts, Average)
 
         current = Round(
             plan,

@@ -1,4 +1,7 @@
-"""What other peers can call: the run's remote procedures, each passed on to the part that answers it."""
+"""What other peers can call: the run's remote procedures, each passed on to the part that answers it.
+
+The contributions to a round do not come this way but through ``transport.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,13 @@ from hivemind.proto import averaging_pb2
 from dht_config.keys import rpc_namespace
 from peers.clock import SwarmClock
 from peers.grouping import FragmentMatchmaking
-from peers.messages import Ask, Average, BaseAnswer, BaseRequest, Clock, ClockHeader, Part
+from peers.messages import Ask, BaseAnswer, BaseRequest, Clock, ClockHeader
 
 
 class RoundDesk(Protocol):
     """Answers what belongs to rounds."""
 
     def matchmaking_for(self, group_key: str) -> FragmentMatchmaking | None: ...
-
-    def answer_sender(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncIterator[Average]: ...
 
 
 class BaseDesk(Protocol):
@@ -67,11 +68,6 @@ class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no ty
             return
         async for message in matchmaking.rpc_join_group(request, context):
             yield message
-
-    async def rpc_average(self, stream: AsyncIterator[Part], context: P2PContext) -> AsyncIterator[Average]:
-        if self.rounds is not None:
-            async for answer in self.rounds.answer_sender(stream, context.remote_id):
-                yield answer
 
     async def rpc_base(self, request: BaseRequest, context: P2PContext) -> AsyncIterator[BaseAnswer]:
         if self.bases is not None:

@@ -57,6 +57,7 @@ from peers.servicer import SwarmServicer
 from peers.settings import SwarmSettings
 from peers.tasks import Tasks
 from peers.training_link import TrainingLink
+from peers.transport import DaemonTransport
 
 WRITE_SECONDS = 60.0
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_BODY_BYTES + 64
@@ -130,8 +131,10 @@ class Swarm:
         run, heard, configure = await self._enter(p2p)
         presence = self._presence = Presence(run, heard_from_others=heard)
         bases = BaseKeeper(run, presence)
-        rounds = RoundKeeper(run, presence, bases)
+        transport = DaemonTransport(p2p, rpc_namespace(run.settings.run_id), WRITE_SECONDS)
+        rounds = RoundKeeper(run, presence, bases, transport)
         self._servicer.rounds, self._servicer.bases, self._servicer.presence = rounds, bases, presence
+        await rounds.serve()
         await presence.refresh()
         await presence.refuse_twin()
         await presence.publish_manifest()
