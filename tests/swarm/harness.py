@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,7 +60,14 @@ def small_manifest(path: Path, **replacements: str) -> Path:
 class Peer:
     """One process of the program, from its start to its end. A restart in the same directory is another one."""
 
-    def __init__(self, swarm: Swarm, name: str, arguments: Sequence[str], directory: Path) -> None:
+    def __init__(
+        self,
+        swarm: Swarm,
+        name: str,
+        arguments: Sequence[str],
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.swarm, self.name, self.arguments, self.directory = swarm, name, list(arguments), directory
         self.mark = uuid.uuid4().hex
         self.log = swarm.path / f"{name}.log"
@@ -73,7 +80,7 @@ class Peer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=swarm.environment(self.mark),
+                env={**swarm.environment(self.mark), **(environment or {})},
                 start_new_session=True,
             )
 
@@ -216,11 +223,17 @@ class Swarm:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def run(self, name: str, *arguments: str, directory: Path | None = None) -> Peer:
+    def run(
+        self,
+        name: str,
+        *arguments: str,
+        directory: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Peer:
         """Start the program with these arguments."""
         attempts = sum(peer.name.split("#")[0] == name for peer in self.peers)
         unique = name if not attempts else f"{name}#{attempts}"
-        peer = Peer(self, unique, arguments, directory or self.path / name)
+        peer = Peer(self, unique, arguments, directory or self.path / name, environment)
         self.peers.append(peer)
         return peer
 
@@ -236,7 +249,13 @@ class Swarm:
         return bootstrap
 
     def join(
-        self, name: str, target: str | Path, rate: float = 40.0, *more: str, directory: Path | None = None
+        self,
+        name: str,
+        target: str | Path,
+        rate: float = 40.0,
+        *more: str,
+        directory: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> Peer:
         """A volunteer of ``rate`` samples/s, started; again in the same directory if there was one of this name."""
         directory = directory or self.path / name
@@ -246,6 +265,7 @@ class Swarm:
             *("--emulate", f"{rate:g}", "--eval-samples", "0", "--invite-file", str(self.path / f"{name}.invite")),
             *more,
             directory=directory,
+            environment=environment,
         )
 
     # ------------------------------------------------------------------- waiting

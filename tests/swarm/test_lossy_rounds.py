@@ -1,4 +1,4 @@
-"""Rounds in which little travels: everyone still has the same bases, and every sample still counts once."""
+"""Rounds in which little travels, between machines that compute with other kernels: the same bases for everyone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ def test_bases_agree_whatever_is_left_out_on_the_way(swarm: Swarm, codec: str, a
     averaging = f'matchmaking_seconds = 0.5\ncodec = "{codec}"\nanswer_codec = "{answer_codec}"'
     manifest = small_manifest(swarm.path / "lossy.toml", matchmaking_seconds=averaging)
     bootstrap = swarm.bootstrap("bootstrap", manifest)
-    peers = [swarm.join(name, bootstrap.invite, rate) for name, rate in (("fast", 80), ("slow", 20), ("other", 40))]
+    kernels: list[dict[str, str]] = [{"ATEN_CPU_CAPABILITY": "default"}, {"ATEN_CPU_CAPABILITY": "avx2"}, {}]
+    peers = [
+        swarm.join(name, bootstrap.invite, rate, "--threads", threads, environment=environment)
+        for name, rate, threads, environment in zip(
+            ("fast", "slow", "other"), (80, 20, 40), "121", kernels, strict=True
+        )
+    ]
     swarm.wait_averaged(*peers, group=3, rounds=4)
     assert set(swarm.leave_all().values()) == {0}
     for peer in peers:
