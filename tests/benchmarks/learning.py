@@ -8,6 +8,8 @@ model, the same data in the same order and the same number of samples, so they a
 
     python tests/benchmarks/learning.py --quick --json results.json --seeds 3 --compare codec
 
+``--quick`` with all comparisons leaves cells out; each comparison by itself has them all.
+
 What it does not show: networks, late or lost peers, churn, private data, models above a few million parameters,
 learning-rate schedules that end low. Everyone is in every round, and every contribution is counted.
 """
@@ -105,6 +107,8 @@ class Cell:
     """The share of it that is kept."""
     batch_factors: tuple[int, ...] = ()
     """For each peer, how many times the usual batch it takes, with so many times fewer steps; () for 1 everywhere."""
+    brief: bool = True
+    """Whether it is run when a quick look at everything is asked for."""
 
 
 DEFAULT = Cell(name="default: float32, n²/τ, outer 0.7/0.8, half a cycle late")
@@ -119,26 +123,34 @@ def codec_cells() -> Iterator[Cell]:
     yield replace(DEFAULT, name="float16", up="float16", down="float16")
     yield replace(DEFAULT, name="int8", up="int8", down="int8")
     yield replace(DEFAULT, name="int4", up="int4", down="int4")
-    yield replace(DEFAULT, name="int4, dropped", up="int4", down="int4", feedback="dropped")
+    yield replace(DEFAULT, name="int4, dropped", brief=False, up="int4", down="int4", feedback="dropped")
     sparse = replace(DEFAULT, up="sparse", down="int8")
     yield replace(sparse, name="sparse")
     yield replace(sparse, name="sparse, β 0.95", beta=0.95)
-    yield replace(sparse, name="sparse, apart", feedback="apart")
+    yield replace(sparse, name="sparse, apart", brief=False, feedback="apart")
     yield replace(sparse, name="sparse, apart, β 0.95", feedback="apart", beta=0.95)
-    yield replace(sparse, name="sparse, dropped", feedback="dropped")
-    averaging = replace(DEFAULT, lr=1.0, momentum=0.0)
-    yield replace(averaging, name="float32, outer 1/0")
-    yield replace(averaging, name="sparse, outer 1/0", up="sparse", down="int8")
-    yield replace(
-        averaging, name="sparse, apart, β 0.95, outer 1/0", up="sparse", down="int8", feedback="apart", beta=0.95
-    )
+    yield replace(sparse, name="sparse, dropped", brief=False, feedback="dropped")
+    for name, cell in (
+        ("float32", DEFAULT),
+        ("int8", replace(DEFAULT, up="int8", down="int8")),
+        ("int4", replace(DEFAULT, up="int4", down="int4")),
+        ("sparse", sparse),
+        ("sparse, β 0.95", replace(sparse, beta=0.95)),
+        ("sparse, apart, β 0.95", replace(sparse, feedback="apart", beta=0.95)),
+    ):
+        brief = name in ("float32", "sparse, β 0.95")
+        yield replace(cell, name=f"{name}, outer 1/0", lr=1.0, momentum=0.0, brief=brief)
 
 
 def weighting_cells() -> Iterator[Cell]:
-    """Rules for the weight of a contribution; where batches are unequal, the first two differ."""
+    """Rules for the weight of a contribution, also with plain averaging: a rule that gives slow peers more weight
+    makes smaller outer steps, which helps by itself where they are too big. With unequal batches the first two differ.
+    """
     for name in WEIGHTING_NAMES:
         if name != DEFAULT.weighting:
-            yield replace(DEFAULT, name=name, weighting=name)
+            yield replace(DEFAULT, name=name, weighting=name, brief=name != "samples")
+        if name not in WEIGHTING_NAMES[:2]:
+            yield replace(DEFAULT, name=f"{name}, outer 1/0", weighting=name, lr=1.0, momentum=0.0, brief=False)
     for name in WEIGHTING_NAMES[:2]:
         yield replace(DEFAULT, name=f"{name}, fastest 3 with batch x 4", weighting=name, batch_factors=(4, 4, 4))
 
@@ -420,6 +432,7 @@ class Results:
 
     scale: Scale
     cells: Sequence[Cell]
+    """All there are, so that a continued file keeps what this call does not run."""
     outcomes: dict[str, dict[int, Outcome]] = field(default_factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -443,7 +456,7 @@ class Results:
                     "settings": {
                         key: value
                         for key, value in asdict(cell).items()
-                        if key != "name" and value != getattr(DEFAULT, key)
+                        if key not in ("name", "brief") and value != getattr(DEFAULT, key)
                     },
                 }
             )
@@ -514,7 +527,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, help="rounds of each fragment")
     parser.add_argument("--compare", choices=["weighting", "outer", "codec", "all"], default="all")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cells with one of these in their name: 'a|b'")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="the default and cells with one of these in their name: 'a|b'"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="torch threads in each process")
     options = parser.parse_args(arguments)
@@ -529,11 +544,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells += weighting_cells()
     if options.compare in ("outer", "all"):
         cells += outer_cells(options.quick)
+    if options.quick and options.compare == "all" and not options.only:
+        cells = [cell for cell in cells if cell.brief]
     if options.only:
         wanted = options.only.split("|")
         cells = [cell for cell in cells if cell is DEFAULT or any(text in cell.name for text in wanted)]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    results = Results(scale, cells)
+    everything = [DEFAULT, *BASELINES, *codec_cells(), *weighting_cells(), *outer_cells(quick=False)]
+    results = Results(scale, everything)
     if options.resume and options.json.exists():
         results.resume(options.json)
     console = Console(width=None if sys.stdout.isatty() else 120)
