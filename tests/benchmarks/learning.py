@@ -107,6 +107,8 @@ class Cell:
     """The share of it that is kept."""
     batch_factors: tuple[int, ...] = ()
     """For each peer, how many times the usual batch it takes, with so many times fewer steps; () for 1 everywhere."""
+    inner_lr_factor: float = 1.0
+    """Times the example's inner learning rate: outer and inner steps multiply."""
     brief: bool = True
     """Whether it is run when a quick look at everything is asked for."""
 
@@ -156,7 +158,7 @@ def weighting_cells() -> Iterator[Cell]:
 
 
 def outer_cells(quick: bool) -> Iterator[Cell]:
-    """The outer optimizer's grid for each delay; the quick one is a cross through the default."""
+    """The outer optimizer's grid for each delay, the quick one a cross through the default; and the inner step."""
     for delay in DELAYS_CYCLES:
         for lr in LR_GRID:
             for momentum in MOMENTUM_GRID:
@@ -166,6 +168,12 @@ def outer_cells(quick: bool) -> Iterator[Cell]:
                 off = (lr != DEFAULT.lr) + (momentum != DEFAULT.momentum) + (delay != DEFAULT.delay_cycles)
                 if off and not (quick and off > 1):
                     yield cell
+    for name, cell in (
+        (DEFAULT.name, DEFAULT),
+        ("outer 1/0", replace(DEFAULT, lr=1.0, momentum=0.0)),
+        (BASELINES[0].name, BASELINES[0]),
+    ):
+        yield replace(cell, name=f"inner lr / 3: {name}", inner_lr_factor=1 / 3, brief=False)
 
 
 class FlatModel:
@@ -193,8 +201,11 @@ class FlatModel:
 class Peer:
     """One machine: its parameters, inner optimizer, data, and what of its work is not in a base yet."""
 
-    def __init__(self, scale: Scale, initial: Tensor, seed: int, steps_per_cycle: float, batch_factor: int) -> None:
+    def __init__(
+        self, scale: Scale, initial: Tensor, seed: int, steps_per_cycle: float, batch_factor: int, lr_factor: float
+    ) -> None:
         self.task, self.section = task_of(scale), manifest_of(scale).inner_optimizer
+        self.lr_factor = lr_factor
         self.net = FlatModel(self.task, scale)
         self.net.values.copy_(initial)
         self.optimizer = build_inner_optimizer([self.net.flat], self.section)
@@ -208,7 +219,7 @@ class Peer:
 
     def step(self, lineage_samples: int) -> None:
         """One inner step."""
-        set_learning_rate(self.optimizer, learning_rate(self.section, lineage_samples))
+        set_learning_rate(self.optimizer, self.lr_factor * learning_rate(self.section, lineage_samples))
         gradient = self.net.gradient
         gradient.zero_()
         torch.autograd.backward(self.task.loss(self.net.model, next(self.batches)))
@@ -245,7 +256,7 @@ class Swarm:
         self.reducer_residual = torch.zeros_like(self.base)
         factors = cell.batch_factors + (1,) * (len(scale.steps_per_cycle) - len(cell.batch_factors))
         self.peers = [
-            Peer(scale, self.base, seed * 1000 + index, speed, factor)
+            Peer(scale, self.base, seed * 1000 + index, speed, factor, cell.inner_lr_factor)
             for index, (speed, factor) in enumerate(zip(scale.steps_per_cycle, factors, strict=True))
         ]
         self.weighting = get_weighting(cell.weighting)
@@ -398,7 +409,8 @@ def run_cell(cell: Cell, scale: Scale, seed: int) -> Outcome:
     else:
         torch.manual_seed(seed)
         initial = FlatModel(task_of(scale), scale).values
-        peer = Peer(scale, initial, seed * 1000 + (999 if cell.kind == "one process" else 0), 1.0, 1)
+        data_seed = seed * 1000 + (999 if cell.kind == "one process" else 0)
+        peer = Peer(scale, initial, data_seed, 1.0, 1, cell.inner_lr_factor)
         steps = credited_steps(scale) if cell.kind == "one process" else round(scale.rounds * scale.steps_per_cycle[0])
         for _ in range(steps):
             peer.step(peer.steps * scale.batch_size)

@@ -45,7 +45,7 @@ def trained(cell: Cell, scale: learning.Scale) -> Swarm:
 def trained_without_rounds(swarm: Swarm) -> torch.Tensor:
     """What the first peer would be if it had made its steps by itself."""
     initial = Swarm(DEFAULT, ALONE, seed=0).base
-    peer = Peer(ALONE, initial, 0, 1.0, 1)
+    peer = Peer(ALONE, initial, 0, 1.0, 1, 1.0)
     for _ in range(swarm.peers[0].steps):
         peer.step(10**9)
     return peer.net.values
