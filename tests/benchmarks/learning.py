@@ -8,6 +8,8 @@ model, the same data in the same order and the same number of samples, so they a
 
     python tests/benchmarks/learning.py --quick --json results.json --seeds 3 --compare codec
 
+``--quick`` with all comparisons leaves cells out; each comparison by itself has them all.
+
 What it does not show: networks, late or lost peers, churn, private data, models above a few million parameters,
 learning-rate schedules that end low. Everyone is in every round, and every contribution is counted.
 """
@@ -105,6 +107,10 @@ class Cell:
     """The share of it that is kept."""
     batch_factors: tuple[int, ...] = ()
     """For each peer, how many times the usual batch it takes, with so many times fewer steps; () for 1 everywhere."""
+    inner_lr_factor: float = 1.0
+    """Times the example's inner learning rate: outer and inner steps multiply."""
+    brief: bool = True
+    """Whether it is run when a quick look at everything is asked for."""
 
 
 DEFAULT = Cell(name="default: float32, n²/τ, outer 0.7/0.8, half a cycle late")
@@ -119,32 +125,40 @@ def codec_cells() -> Iterator[Cell]:
     yield replace(DEFAULT, name="float16", up="float16", down="float16")
     yield replace(DEFAULT, name="int8", up="int8", down="int8")
     yield replace(DEFAULT, name="int4", up="int4", down="int4")
-    yield replace(DEFAULT, name="int4, dropped", up="int4", down="int4", feedback="dropped")
+    yield replace(DEFAULT, name="int4, dropped", brief=False, up="int4", down="int4", feedback="dropped")
     sparse = replace(DEFAULT, up="sparse", down="int8")
     yield replace(sparse, name="sparse")
     yield replace(sparse, name="sparse, β 0.95", beta=0.95)
-    yield replace(sparse, name="sparse, apart", feedback="apart")
+    yield replace(sparse, name="sparse, apart", brief=False, feedback="apart")
     yield replace(sparse, name="sparse, apart, β 0.95", feedback="apart", beta=0.95)
-    yield replace(sparse, name="sparse, dropped", feedback="dropped")
-    averaging = replace(DEFAULT, lr=1.0, momentum=0.0)
-    yield replace(averaging, name="float32, outer 1/0")
-    yield replace(averaging, name="sparse, outer 1/0", up="sparse", down="int8")
-    yield replace(
-        averaging, name="sparse, apart, β 0.95, outer 1/0", up="sparse", down="int8", feedback="apart", beta=0.95
-    )
+    yield replace(sparse, name="sparse, dropped", brief=False, feedback="dropped")
+    for name, cell in (
+        ("float32", DEFAULT),
+        ("int8", replace(DEFAULT, up="int8", down="int8")),
+        ("int4", replace(DEFAULT, up="int4", down="int4")),
+        ("sparse", sparse),
+        ("sparse, β 0.95", replace(sparse, beta=0.95)),
+        ("sparse, apart, β 0.95", replace(sparse, feedback="apart", beta=0.95)),
+    ):
+        brief = name in ("float32", "sparse, β 0.95")
+        yield replace(cell, name=f"{name}, outer 1/0", lr=1.0, momentum=0.0, brief=brief)
 
 
 def weighting_cells() -> Iterator[Cell]:
-    """Rules for the weight of a contribution; where batches are unequal, the first two differ."""
+    """Rules for the weight of a contribution, also with plain averaging: a rule that gives slow peers more weight
+    makes smaller outer steps, which helps by itself where they are too big. With unequal batches the first two differ.
+    """
     for name in WEIGHTING_NAMES:
         if name != DEFAULT.weighting:
-            yield replace(DEFAULT, name=name, weighting=name)
+            yield replace(DEFAULT, name=name, weighting=name, brief=name != "samples")
+        if name not in WEIGHTING_NAMES[:2]:
+            yield replace(DEFAULT, name=f"{name}, outer 1/0", weighting=name, lr=1.0, momentum=0.0, brief=False)
     for name in WEIGHTING_NAMES[:2]:
         yield replace(DEFAULT, name=f"{name}, fastest 3 with batch x 4", weighting=name, batch_factors=(4, 4, 4))
 
 
 def outer_cells(quick: bool) -> Iterator[Cell]:
-    """The outer optimizer's grid for each delay; the quick one is a cross through the default."""
+    """The outer optimizer's grid for each delay, the quick one a cross through the default; and the inner step."""
     for delay in DELAYS_CYCLES:
         for lr in LR_GRID:
             for momentum in MOMENTUM_GRID:
@@ -154,6 +168,12 @@ def outer_cells(quick: bool) -> Iterator[Cell]:
                 off = (lr != DEFAULT.lr) + (momentum != DEFAULT.momentum) + (delay != DEFAULT.delay_cycles)
                 if off and not (quick and off > 1):
                     yield cell
+    for name, cell in (
+        (DEFAULT.name, DEFAULT),
+        ("outer 1/0", replace(DEFAULT, lr=1.0, momentum=0.0)),
+        (BASELINES[0].name, BASELINES[0]),
+    ):
+        yield replace(cell, name=f"inner lr / 3: {name}", inner_lr_factor=1 / 3, brief=False)
 
 
 class FlatModel:
@@ -181,8 +201,11 @@ class FlatModel:
 class Peer:
     """One machine: its parameters, inner optimizer, data, and what of its work is not in a base yet."""
 
-    def __init__(self, scale: Scale, initial: Tensor, seed: int, steps_per_cycle: float, batch_factor: int) -> None:
+    def __init__(
+        self, scale: Scale, initial: Tensor, seed: int, steps_per_cycle: float, batch_factor: int, lr_factor: float
+    ) -> None:
         self.task, self.section = task_of(scale), manifest_of(scale).inner_optimizer
+        self.lr_factor = lr_factor
         self.net = FlatModel(self.task, scale)
         self.net.values.copy_(initial)
         self.optimizer = build_inner_optimizer([self.net.flat], self.section)
@@ -196,7 +219,7 @@ class Peer:
 
     def step(self, lineage_samples: int) -> None:
         """One inner step."""
-        set_learning_rate(self.optimizer, learning_rate(self.section, lineage_samples))
+        set_learning_rate(self.optimizer, self.lr_factor * learning_rate(self.section, lineage_samples))
         gradient = self.net.gradient
         gradient.zero_()
         torch.autograd.backward(self.task.loss(self.net.model, next(self.batches)))
@@ -233,7 +256,7 @@ class Swarm:
         self.reducer_residual = torch.zeros_like(self.base)
         factors = cell.batch_factors + (1,) * (len(scale.steps_per_cycle) - len(cell.batch_factors))
         self.peers = [
-            Peer(scale, self.base, seed * 1000 + index, speed, factor)
+            Peer(scale, self.base, seed * 1000 + index, speed, factor, cell.inner_lr_factor)
             for index, (speed, factor) in enumerate(zip(scale.steps_per_cycle, factors, strict=True))
         ]
         self.weighting = get_weighting(cell.weighting)
@@ -386,7 +409,8 @@ def run_cell(cell: Cell, scale: Scale, seed: int) -> Outcome:
     else:
         torch.manual_seed(seed)
         initial = FlatModel(task_of(scale), scale).values
-        peer = Peer(scale, initial, seed * 1000 + (999 if cell.kind == "one process" else 0), 1.0, 1)
+        data_seed = seed * 1000 + (999 if cell.kind == "one process" else 0)
+        peer = Peer(scale, initial, data_seed, 1.0, 1, cell.inner_lr_factor)
         steps = credited_steps(scale) if cell.kind == "one process" else round(scale.rounds * scale.steps_per_cycle[0])
         for _ in range(steps):
             peer.step(peer.steps * scale.batch_size)
@@ -420,6 +444,7 @@ class Results:
 
     scale: Scale
     cells: Sequence[Cell]
+    """All there are, so that a continued file keeps what this call does not run."""
     outcomes: dict[str, dict[int, Outcome]] = field(default_factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -443,7 +468,7 @@ class Results:
                     "settings": {
                         key: value
                         for key, value in asdict(cell).items()
-                        if key != "name" and value != getattr(DEFAULT, key)
+                        if key not in ("name", "brief") and value != getattr(DEFAULT, key)
                     },
                 }
             )
@@ -514,7 +539,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, help="rounds of each fragment")
     parser.add_argument("--compare", choices=["weighting", "outer", "codec", "all"], default="all")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cells with one of these in their name: 'a|b'")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="the default and cells with one of these in their name: 'a|b'"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="torch threads in each process")
     options = parser.parse_args(arguments)
@@ -529,11 +556,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells += weighting_cells()
     if options.compare in ("outer", "all"):
         cells += outer_cells(options.quick)
+    if options.quick and options.compare == "all" and not options.only:
+        cells = [cell for cell in cells if cell.brief]
     if options.only:
         wanted = options.only.split("|")
         cells = [cell for cell in cells if cell is DEFAULT or any(text in cell.name for text in wanted)]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    results = Results(scale, cells)
+    everything = [DEFAULT, *BASELINES, *codec_cells(), *weighting_cells(), *outer_cells(quick=False)]
+    results = Results(scale, everything)
     if options.resume and options.json.exists():
         results.resume(options.json)
     console = Console(width=None if sys.stdout.isatty() else 120)
