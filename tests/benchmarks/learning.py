@@ -10,6 +10,9 @@ model, the same data in the same order and the same number of samples, so they a
 
 ``--quick`` with all comparisons leaves cells out; each comparison by itself has them all.
 
+``results/`` holds what it gave on one core of a shared machine: ``learning-quick.json`` (one or two seeds a cell) and
+``learning-quick-400-rounds.json``, made with ``--rounds 400``; continued from call to call with ``--resume``.
+
 What it does not show: networks, late or lost peers, churn, private data, models above a few million parameters,
 learning-rate schedules that end low. Everyone is in every round, and every contribution is counted.
 """
