@@ -156,7 +156,12 @@ class InnerOptimizerSection(_Section):
 
 
 class OuterOptimizerSection(_Section):
-    """The optimizer that applies averaged contributions to the base (DiLoCo, arXiv:2311.08105)."""
+    """The optimizer that applies averaged contributions to the base (DiLoCo, arXiv:2311.08105).
+
+    The defaults were chosen with ``tests/benchmarks/learning.py --quick --rounds 400`` (135 k parameters, 8 peers up to 20
+    times apart, update half a cycle late, 2 seeds): held-out loss 1.682 for one process on as many samples, 1.710 for
+    0.7 / 0.6, 1.713 for 1.0 / 0.0, 2.033 for 0.7 / 0.8. Longer cycles and bigger models were not measured.
+    """
 
     name: Literal["nesterov", "adamw"] = "nesterov"
     """"nesterov", or "adamw" for averaged gradients."""
@@ -164,7 +169,7 @@ class OuterOptimizerSection(_Section):
     lr: float = Field(default=0.7, gt=0, le=10)
     """outer learning rate, above 0; for "nesterov" 0.7 suits most runs, 1.0 with momentum 0 is plain averaging."""
 
-    momentum: float = Field(default=0.8, ge=0, lt=1)
+    momentum: float = Field(default=0.6, ge=0, lt=1)
     """nesterov only: outer momentum in [0, 1)."""
 
     betas: Annotated[tuple[_Decay, _Decay], Field(strict=False)] = (0.9, 0.95)

@@ -20,7 +20,7 @@ def test_peers_share_a_global_batch_by_their_speed(swarm: Swarm) -> None:
         mode='mode = "gradient"\nglobal_batch = 48',
         matchmaking_seconds="matchmaking_seconds = 0.5",
     )
-    text = manifest.read_text().replace('name = "nesterov"\nlr = 0.7\nmomentum = 0.8', 'name = "adamw"\nlr = 0.01')
+    text = manifest.read_text().replace('name = "nesterov"\nlr = 0.7\nmomentum = 0.6', 'name = "adamw"\nlr = 0.01')
     assert 'name = "adamw"' in text
     manifest.write_text(text)
     bootstrap = swarm.bootstrap("bootstrap", manifest)
