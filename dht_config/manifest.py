@@ -158,9 +158,9 @@ class InnerOptimizerSection(_Section):
 class OuterOptimizerSection(_Section):
     """The optimizer that applies averaged contributions to the base (DiLoCo, arXiv:2311.08105).
 
-    The defaults were chosen with ``tests/benchmarks/learning.py --quick --rounds 400`` (135 k parameters, 8 peers up to 20
-    times apart, update half a cycle late, 2 seeds): held-out loss 1.682 for one process on as many samples, 1.710 for
-    0.7 / 0.6, 1.713 for 1.0 / 0.0, 2.033 for 0.7 / 0.8. Longer cycles and bigger models were not measured.
+    The defaults were chosen with ``tests/benchmarks/learning.py --quick --rounds 400`` (135 k parameters, 8 peers up to
+    20 times apart, update half a cycle late, 2 seeds): held-out loss 1.682 for one process on as many samples, 1.710
+    for 0.7 / 0.6, 1.713 for 1.0 / 0.0, 2.033 for 0.7 / 0.8. Longer cycles and bigger models were not measured.
     """
 
     name: Literal["nesterov", "adamw"] = "nesterov"
