@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import pytest
 from safetensors import safe_open
 
 from dht_config.invite import Invite
 from dht_config.manifest import example_manifest
+from p2p_trainer.links import available
 from p2p_trainer.metrics import read_metrics
 
 POLL_SECONDS = 0.2
@@ -38,6 +40,10 @@ LEAVE_SECONDS = 10.0
 LOG_TAIL_LINES = 40
 TICK_SECONDS = 1.0
 FRAGMENTS = 2
+
+needs_links = pytest.mark.skipif(
+    not (links := available()), reason=f"links between peers cannot be emulated here: {links.reason}"
+)
 
 Result = TypeVar("Result")
 Event = dict[str, Any]
