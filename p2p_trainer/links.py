@@ -171,6 +171,9 @@ class Network:
     ) -> None:
         self._end()
 
+    def __contains__(self, peer: object) -> bool:
+        return peer in self._numbers
+
     def address(self, peer: str) -> str:
         """The peer's IPv4 address, for its ``--host``."""
         return link_router.address(self._numbers[peer])

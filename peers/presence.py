@@ -62,6 +62,7 @@ class Presence:
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
         self._joined_at = run.clock.now()
         self._heard_at = self._joined_at if heard_from_others else float("-inf")
+        self._reached_out = self._joined_at
         self._last_expiration = 0.0
 
     @property
@@ -122,7 +123,7 @@ class Presence:
         return self._last_expiration
 
     async def refresh(self) -> None:
-        """Read everyone's records into a new view."""
+        """Read everyone's records into a new view; if there has been no news for long, reach out."""
         run_id = self._run.settings.run_id
         found = await self._run.node.get_many([profiles_key(run_id), states_key(run_id)], float("inf"))
         everyone = read_view(found, run_id, self._run.clock.now())
@@ -137,6 +138,10 @@ class Presence:
         self.view = View(read_at=everyone.read_at, members=members)
         self._run.training.send(Event("peers", {"training": len(self.present()), "known": len(members)}))
         self._meet(members)
+        now = self._run.clock.now()
+        if now - max(self._heard_at, self._reached_out) >= REACH_OUT_SECONDS:
+            self._reached_out = now
+            self._run.tasks.spawn(self._reach_out())
 
     def _meet(self, members: dict[str, Member]) -> None:
         """Connect to peers we have not met, and remember the way to all of them."""
@@ -226,7 +231,7 @@ class Presence:
         return bool(self.view.members) and all(peer in self._dead for peer in left)
 
     async def keep(self, on_news: Callable[[], None]) -> None:
-        published = manifest_published = reached_out = self._run.clock.now()
+        published = manifest_published = self._run.clock.now()
         period = max(0.25, self._run.schedule.tick_seconds / 2)
         status = self.first_status
         while True:
@@ -245,9 +250,6 @@ class Presence:
                     await self.publish_manifest()
                     manifest_published = now
                 await self.refresh()
-                if now - max(self._heard_at, reached_out) >= REACH_OUT_SECONDS:
-                    reached_out = now
-                    self._run.tasks.spawn(self._reach_out())
             except (*TRANSPORT_ERRORS, ValueError) as error:
                 # ValueError: a record that we would have to publish is out of bounds; membership must outlive it.
                 logger.debug("Membership was not refreshed: %r", error)
