@@ -26,6 +26,10 @@ STREAMS_PER_PEER = FETCHES_AT_ONCE
 FETCH_IDLE_SECONDS = 15.0
 FETCH_BYTES_PER_SECOND = 20_000.0
 """A donor slower than this is given up for another."""
+MOST_PATIENCE = 8.0
+"""Both limits are stretched twofold each time that no donor kept them, up to this: then it is our own line."""
+HASTY_ANSWER_SECONDS = 6.0
+"""Where answers are waited for longer than this, the limits are stretched from the start."""
 BLAME_SECONDS = 10.0
 KEEPER_SECONDS = 5.0
 """A serving peer follows the swarm by one fragment at a time, this often; at once if somebody leaves."""
@@ -44,6 +48,7 @@ class BaseKeeper:
         self._fetching = asyncio.Semaphore(FETCHES_AT_ONCE)
         self._blamed: dict[tuple[str, bytes], float] = {}
         self._last_keep = 0.0
+        self._patience = self._least_patience = max(1.0, run.node.protocol.wait_timeout / HASTY_ANSWER_SECONDS)
 
     async def sync(self, samples: int, steps: int, contributed: tuple[int, int]) -> None:
         """Fetch the bases that we lack or that are behind, and tell the training process where it stands.
@@ -58,6 +63,15 @@ class BaseKeeper:
             nonlocal received
             received += length
             self._run.training.send(Syncing(received, max(expected, received)))
+
+        refreshing: asyncio.Task[None] | None = None
+
+        async def refresh() -> None:
+            # One for all fragments: over a bad line, the same question asked twice takes twice as long.
+            nonlocal refreshing
+            if refreshing is None or refreshing.done():
+                refreshing = asyncio.create_task(self._presence.refresh())
+            await asyncio.shield(refreshing)
 
         async def complete(state: FragmentState) -> None:
             attempts = 0
@@ -77,7 +91,7 @@ class BaseKeeper:
                 if attempts % SYNC_ROUNDS_BETWEEN_NOTES == 0:
                     self._run.training.send(Waiting("No peer delivers the current base yet; still trying."))
                 await asyncio.sleep(min(2.0, 0.2 * attempts))
-                await self._presence.refresh()
+                await refresh()
 
         await asyncio.gather(*(complete(state) for state in self._run.fragments))
         counts = counts_at_start(self._run.fragments, (samples, steps), contributed)
@@ -184,7 +198,8 @@ class BaseKeeper:
         ]
         random.shuffle(donors)
         request = BaseRequest(BaseRequestHeader(fragment=state.index, version=claim.version, digest=claim.digest))
-        limit_seconds = FETCH_IDLE_SECONDS + state.num_bytes / FETCH_BYTES_PER_SECOND
+        limit_seconds = self._patience * (FETCH_IDLE_SECONDS + state.num_bytes / FETCH_BYTES_PER_SECOND)
+        too_slow = False
         async with self._fetching:
             for donor in donors:
                 try:
@@ -195,8 +210,12 @@ class BaseKeeper:
                     # Whatever goes wrong while reading what a donor sends is the donor's failure, not ours.
                     logger.debug("Donor %s of fragment %d: %r", donor, state.index, error)
                     self._blamed[donor, claim.digest] = self._run.clock.now() + BLAME_SECONDS
+                    too_slow = too_slow or isinstance(error, asyncio.TimeoutError)
                     continue
+                self._patience = self._least_patience
                 return fetched
+        if too_slow:
+            self._patience = min(MOST_PATIENCE * self._least_patience, 2 * self._patience)
         return None
 
     async def _fetch_from(
@@ -209,7 +228,7 @@ class BaseKeeper:
     ) -> FetchedBase:
         answers = await self._run.stub(PeerID.from_base58(donor)).rpc_base(request)
         return await receive_base(
-            _with_idle_timeout(answers, FETCH_IDLE_SECONDS),
+            _with_idle_timeout(answers, self._patience * FETCH_IDLE_SECONDS),
             fragment=state.index,
             size=state.size,
             states=len(state.outer_state),

@@ -74,14 +74,22 @@ def correction(peer_offsets: Sequence[float], *, newcomer: bool) -> float:
     return statistics.median_low(votes) if votes else 0.0
 
 
-async def measure_offset(ask: Callable[[], Awaitable[float]], now: Callable[[], float], attempts: int = 3) -> float:
-    """Offset of one peer's corrected clock to ours, in seconds. :param ask: awaits the peer's reading."""
+async def measure_offset(
+    ask: Callable[[], Awaitable[float | None]], now: Callable[[], float], attempts: int = 3
+) -> float | None:
+    """Offset of one peer's corrected clock to ours, in seconds; None if it never answered.
+
+    :param ask: awaits the peer's reading, None for no answer. Then it is not asked again: over a bad line one reading
+        is much better than none.
+    """
     samples = []
     for _ in range(attempts):
         sent = now()
         answered = await ask()
+        if answered is None:
+            break
         samples.append(ClockSample(sent=sent, answered=answered, received=now()))
-    return best_offset(samples)
+    return best_offset(samples) if samples else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,9 +32,13 @@ REMEMBERED_PEERS = 32
 CLOCK_PEERS = 8
 CREDIBLE_OFFSET_SECONDS = 3600.0
 """In the swarm already, a clock that is further off than this is ignored."""
-CLOCK_ANSWER_SECONDS = 5.0
 RPC_WAIT_SECONDS = 12.0
-"""For an answer while getting in: a door behind 3 s of delay each way is slow, not closed."""
+"""For an answer while getting in: a door behind a round trip of 3 s, the most that libp2p bears, answers after 6 s."""
+NEAR_WAIT_SECONDS = (0.5, 3.0)
+FAR_WAIT_SECONDS = 24.0
+"""Measured with 3 s and a loss of 20 %: half of the answers take up to 9 s, the slowest 26 s."""
+ROUND_TRIPS = 4.0
+"""What was measured may have been luck: three packets in a row that are lost and sent again."""
 
 Stub = Callable[[PeerID], StubBase]
 
@@ -111,17 +116,15 @@ async def set_clock(clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, n
     """Correct the clock by the median offset to up to eight peers; returns how many answered."""
 
     async def offset_to(peer: PeerID) -> float | None:
-        async def ask() -> float:
-            answer = await stub(peer).rpc_time(Ask(AskHeader()), timeout=CLOCK_ANSWER_SECONDS)
-            if answer.header is None:
-                raise EOFError("a malformed clock reading")
-            return float(answer.header.seconds)
+        async def ask() -> float | None:
+            try:
+                answer = await stub(peer).rpc_time(Ask(AskHeader()), timeout=RPC_WAIT_SECONDS)
+            except TRANSPORT_ERRORS:
+                return None
+            return float(answer.header.seconds) if answer.header is not None else None
 
-        try:
-            offset = await measure_offset(ask, clock.now)
-        except TRANSPORT_ERRORS:
-            return None
-        return offset if newcomer or abs(offset) <= CREDIBLE_OFFSET_SECONDS else None
+        offset = await measure_offset(ask, clock.now)
+        return offset if newcomer or offset is None or abs(offset) <= CREDIBLE_OFFSET_SECONDS else None
 
     measured = await asyncio.gather(*(offset_to(peer) for peer in peers[:CLOCK_PEERS]))
     offsets = [offset for offset in measured if offset is not None]
@@ -152,16 +155,29 @@ async def enter_dht(
 
 async def wait_for_answer(
     node: DHTNode, peers: Sequence[PeerID], *, wait_seconds: float, on_waiting: Callable[[str], None]
-) -> None:
+) -> float:
     """Until one of the peers we are connected to answers in the DHT: a frozen or very slow door opens later.
+
+    Returns how long the quickest took to answer, in seconds; 0 if there are no peers.
 
     :raises UnreachableError: none did within ``wait_seconds``
     """
     loop = asyncio.get_running_loop()
     give_up = loop.time() + wait_seconds
-    for attempt in itertools.count(1):
-        if not peers or any(await asyncio.gather(*(node.protocol.call_ping(peer) for peer in peers))):
-            return
+
+    async def ping(peer: PeerID) -> float:
+        asked = loop.time()
+        return loop.time() - asked if await node.protocol.call_ping(peer) else math.inf
+
+    attempt = 0
+    while True:
+        attempt += 1
+        quickest = min(await asyncio.gather(*(ping(peer) for peer in peers)), default=0.0)
+        if quickest < math.inf:
+            longer = min(FAR_WAIT_SECONDS, ROUND_TRIPS * quickest)
+            node.protocol.wait_timeout = max(node.protocol.wait_timeout, longer)
+            return quickest
+        node.protocol.wait_timeout = FAR_WAIT_SECONDS
         pause = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS)) - 1]
         if loop.time() + pause > give_up:
             raise UnreachableError(
@@ -172,11 +188,30 @@ async def wait_for_answer(
         await asyncio.sleep(pause)
 
 
+def answer_seconds(matchmaking_seconds: float, measured_seconds: float) -> float:
+    """How long to wait for answers in the DHT once we are in.
+
+    Short where peers are near: one that is gone must not hold up the tick. But never shorter than answers take.
+
+    :param measured_seconds: how long the quickest peer took to answer
+    """
+    shortest, longest = NEAR_WAIT_SECONDS
+    near = min(longest, max(shortest, matchmaking_seconds / 2))
+    return min(FAR_WAIT_SECONDS, max(near, ROUND_TRIPS * measured_seconds))
+
+
 async def fetch_manifest(
-    node: DHTNode, run_id: str, organiser_public_key: bytes | None, *, ours_json: str = "", attempts: int = 5
+    node: DHTNode,
+    run_id: str,
+    organiser_public_key: bytes | None,
+    *,
+    still_there: Callable[[], Awaitable[object]],
+    ours_json: str = "",
+    attempts: int = 5,
 ) -> SignedManifest:
     """The run's manifest from the DHT, verified.
 
+    :param still_there: awaited before looking again: over a bad line, nothing found may mean that nobody answered
     :param ours_json: the canonical manifest we came with, to say in which fields a run of its name differs
     :raises FingerprintError: the peers we reached carry other runs only, or none
     """
@@ -195,6 +230,7 @@ async def fetch_manifest(
             except RecordError:
                 continue
         await asyncio.sleep(0.5 * (attempt + 1))
+        await still_there()
     for other, signed in others.items():
         differences = []
         if ours_json:

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hivemind.p2p import PeerID
@@ -18,7 +19,7 @@ from dht_config.records import SignedManifest
 from dht_config.validators import SwarmRecordValidator
 from peers.clock import SwarmClock
 from peers.daemon import SOCKET_DIRECTORY_PREFIX, start_daemon
-from peers.door import enter_dht, fetch_manifest, find_someone, set_clock
+from peers.door import enter_dht, fetch_manifest, find_someone, set_clock, wait_for_answer
 from peers.membership import View, read_view
 from peers.servicer import SwarmServicer
 
@@ -65,7 +66,9 @@ async def observe(
             )
             validator = SwarmRecordValidator(run_id, None, now=clock.now, organiser_public_key=organiser_public_key)
             node = await enter_dht(p2p, validator, known, observer=True)
-            manifest = await fetch_manifest(node, run_id, organiser_public_key, ours_json=ours_json)
+            answer = partial(wait_for_answer, node, peers, wait_seconds=wait_seconds, on_waiting=on_waiting)
+            await answer()
+            manifest = await fetch_manifest(node, run_id, organiser_public_key, still_there=answer, ours_json=ours_json)
             found = await node.get_many([profiles_key(run_id), states_key(run_id)], float("inf"))
             return Observation(signed_manifest=manifest, view=read_view(found, run_id, clock.now()))
         finally:

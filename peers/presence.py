@@ -68,6 +68,7 @@ class Presence:
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
         self._joined_at = run.clock.now()
         self._heard_at = self._joined_at if heard_from_others else float("-inf")
+        self._reached_out = self._joined_at
         self._last_expiration = 0.0
         self._looked_at = 0.0
         self._rate = 0.0
@@ -132,7 +133,7 @@ class Presence:
         return self._last_expiration
 
     async def refresh(self) -> None:
-        """Read everyone's records into a new view."""
+        """Read everyone's records into a new view; if there has been no news for long, reach out."""
         run_id = self._run.settings.run_id
         found = await self._run.node.get_many([profiles_key(run_id), states_key(run_id)], float("inf"))
         everyone = read_view(found, run_id, self._run.clock.now())
@@ -149,6 +150,10 @@ class Presence:
             Event("peers", {"training": len(self.present()), "known": len(members), "share": self._share()})
         )
         self._meet(members)
+        now = self._run.clock.now()
+        if now - max(self._heard_at, self._reached_out) >= REACH_OUT_SECONDS:
+            self._reached_out = now
+            self._run.tasks.spawn(self._reach_out())
 
     def _share(self) -> int:
         """Samples that this peer should bring to the next step on averaged gradients."""
@@ -280,7 +285,7 @@ class Presence:
             await self._run.stub(PeerID.from_base58(peer)).rpc_look(Ask(AskHeader()))
 
     async def keep(self, on_news: Callable[[], None]) -> None:
-        published = manifest_published = reached_out = self._run.clock.now()
+        published = manifest_published = self._run.clock.now()
         period = max(0.25, self._run.schedule.tick_seconds / 2)
         status = self.first_status
         while True:
@@ -299,9 +304,6 @@ class Presence:
                     await self.publish_manifest()
                     manifest_published = now
                 await self.refresh()
-                if now - max(self._heard_at, reached_out) >= REACH_OUT_SECONDS:
-                    reached_out = now
-                    self._run.tasks.spawn(self._reach_out())
             except (*TRANSPORT_ERRORS, ValueError) as error:
                 # ValueError: a record that we would have to publish is out of bounds; membership must outlive it.
                 logger.debug("Membership was not refreshed: %r", error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from hivemind.p2p import P2P, PeerID
@@ -27,6 +28,7 @@ from peers.context import RunContext
 from peers.contribution import Difference, GradientSum
 from peers.daemon import limit_message_size, limit_write_time, start_daemon
 from peers.door import (
+    answer_seconds,
     enter_dht,
     fetch_manifest,
     find_someone,
@@ -176,18 +178,23 @@ class Swarm:
             organiser_public_key=settings.organiser_public_key,
         )
         node = await enter_dht(p2p, validator, known)
-        await wait_for_answer(node, peers, wait_seconds=settings.wait_seconds, on_waiting=waiting)
+        answer = partial(wait_for_answer, node, peers, wait_seconds=settings.wait_seconds, on_waiting=waiting)
+        measured_seconds = await answer()
         manifest: SignedManifest | None = None
         if settings.needs_manifest:
             manifest = await fetch_manifest(
-                node, settings.run_id, settings.organiser_public_key, ours_json=settings.manifest_json
+                node,
+                settings.run_id,
+                settings.organiser_public_key,
+                still_there=answer,
+                ours_json=settings.manifest_json,
             )
         own = tuple(str(address) for address in await p2p.get_visible_maddrs(latest=True))
         remember_addresses(settings.remembered_peers_path, [address.text for address in [*known, *addresses]])
         self._training.send(Connected(peer_id=str(p2p.peer_id), addresses=own, signed_manifest=manifest))
         configure, arena = await self._configured
         run = configure.signed_manifest.manifest()
-        node.protocol.wait_timeout = min(3.0, max(0.5, run.averaging.matchmaking_seconds / 2))
+        node.protocol.wait_timeout = answer_seconds(run.averaging.matchmaking_seconds, measured_seconds)
         self._fragments = _fragments(configure, arena, run)
         self._training.progress = _restored_progress(configure, self._fragments)
         context = RunContext(

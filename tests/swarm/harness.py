@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import pytest
 from safetensors import safe_open
 
 from dht_config.invite import Invite
 from dht_config.manifest import example_manifest
+from p2p_trainer.links import LinkSpec, Network, available
 from p2p_trainer.metrics import read_metrics
 
 POLL_SECONDS = 0.2
@@ -38,6 +40,10 @@ LEAVE_SECONDS = 10.0
 LOG_TAIL_LINES = 40
 TICK_SECONDS = 1.0
 FRAGMENTS = 2
+
+needs_links = pytest.mark.skipif(
+    not (links := available()), reason=f"links between peers cannot be emulated here: {links.reason}"
+)
 
 Result = TypeVar("Result")
 Event = dict[str, Any]
@@ -74,9 +80,12 @@ class Peer:
         self.invite_file = swarm.path / f"{directory.name}.invite"
         self.expected_to_live = True
         self.events_before = len(self._all_events())
+        command = [sys.executable, "-m", "p2p_trainer", *self.arguments]
+        if directory.name in swarm.network:
+            command = swarm.network.command(directory.name, command)
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "p2p_trainer", *self.arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -210,8 +219,21 @@ class Swarm:
         self.may_remain: set[Path] = set()
         """Socket directories of crashed peers: the next start in their directory removes them, nobody before."""
         self.manifest = small_manifest(path / "run.toml")
+        self.network = Network({})
 
     # ------------------------------------------------------------------ starting
+
+    def links(self, **links: str) -> Network:
+        """Peers of these names (of their directories) that are started from now on meet over emulated lines only.
+
+        The others are on loopback, and cannot reach them.
+        """
+        self.network = Network({name: LinkSpec.parse(text) for name, text in links.items()})
+        return self.network.__enter__()
+
+    def host(self, name: str) -> str:
+        """The address that a peer of this name listens on."""
+        return self.network.address(name) if name in self.network else "127.0.0.1"
 
     def environment(self, mark: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("P2P_TRAINER_")}
@@ -242,8 +264,8 @@ class Swarm:
         (self.path / f"{name}.invite").unlink(missing_ok=True)
         bootstrap = self.run(
             name,
-            *("bootstrap", str(manifest or self.manifest), "--dir", str(self.path / name), "--host", "127.0.0.1"),
-            *("--plain", "--invite-file", str(self.path / f"{name}.invite"), *more),
+            *("bootstrap", str(manifest or self.manifest), "--dir", str(self.path / name)),
+            *("--host", self.host(name), "--plain", "--invite-file", str(self.path / f"{name}.invite"), *more),
         )
         self.wait_until(bootstrap.invite_file.exists, f"{name} has written an invite", START_SECONDS)
         return bootstrap
@@ -261,7 +283,8 @@ class Swarm:
         directory = directory or self.path / name
         return self.run(
             name,
-            *("join", str(target), "--dir", str(directory), "--host", "127.0.0.1", "--plain", "--threads", "1"),
+            *("join", str(target), "--dir", str(directory), "--host", self.host(directory.name), "--plain"),
+            *("--threads", "1"),
             *("--emulate", f"{rate:g}", "--eval-samples", "0", "--invite-file", str(self.path / f"{name}.invite")),
             *more,
             directory=directory,
@@ -361,6 +384,7 @@ class Swarm:
         for process in marked_processes(self.mark):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        self.network.__exit__(None, None, None)
         shutil.rmtree(self.temporary, ignore_errors=True)
         return [*slow, *left]
 

@@ -93,6 +93,19 @@ def test_the_next_tick_is_less_than_one_tick_away(schedule: Schedule, after: flo
     assert now - rounding <= schedule.begins(schedule.next_tick(now)) <= now + schedule.tick_seconds + rounding
 
 
+def test_a_peer_that_stops_answering_is_measured_by_what_it_answered() -> None:
+    def measured(*answers: float | None) -> float | None:
+        left = iter(answers)
+
+        async def ask() -> float | None:
+            return next(left)
+
+        return asyncio.run(measure_offset(ask, lambda: 1000.0))
+
+    assert measured(1007.0, None) == 7.0
+    assert measured(None) is None
+
+
 def test_before_the_start_the_next_tick_is_the_first() -> None:
     schedule = Schedule(start_seconds=1000.0, tick_seconds=2.0, fragments=3)
     assert schedule.next_tick(10.0) == 0

@@ -1,0 +1,139 @@
+"""Emulated links are measured: a line that is not what it says would make every test over it a story."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import marked_processes, needs_links
+
+from p2p_trainer.links import LinkSpec, Network
+
+pytestmark = [pytest.mark.swarm, needs_links]
+
+PROBE = [sys.executable, "-IS", str(Path(__file__).with_name("probe.py"))]
+UNHURRIED = LinkSpec()
+
+
+@contextmanager
+def answering(network: Network, peer: str) -> Iterator[dict[str, Any]]:
+    """Somebody answers at this peer; gives what it sees of the network."""
+    command = network.command(peer, [*PROBE, "echo", network.address(peer)])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def measured(network: Network, peer: str, what: str, other: str, *numbers: float) -> dict[str, Any]:
+    command = network.command(peer, [*PROBE, what, network.address(other), *map(str, numbers)])
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    result: dict[str, Any] = json.loads(ended.stdout)
+    return result
+
+
+def megabits_per_second(network: Network, sender: str, receiver: str, seconds: float = 3.0) -> float:
+    poured = measured(network, sender, "pour", receiver, seconds)
+    return float(8e-6 * poured["bytes"] / poured["seconds"])
+
+
+def test_a_line_carries_its_rate_in_each_direction_and_all_lines_together_far_more() -> None:
+    with Network({"home": LinkSpec.parse("20M/10M/10ms"), "far": UNHURRIED}) as network, answering(network, "far"):
+        assert 9 < megabits_per_second(network, "home", "far") < 10.5
+        with answering(network, "home"):
+            assert 18 < megabits_per_second(network, "far", "home") < 21
+        network.set_link("home", UNHURRIED)
+        assert megabits_per_second(network, "home", "far", 1.0) > 40
+
+
+def test_a_line_adds_its_round_trip_and_its_jitter() -> None:
+    with Network({"near": LinkSpec.parse("40ms"), "far": UNHURRIED}) as network, answering(network, "far"):
+        times = measured(network, "near", "ping", "far", 60, 0.02)["milliseconds"]
+        assert len(times) == 60
+        assert min(times) >= 40
+        assert 38 < statistics.median(times) < 44
+        network.set_link("near", LinkSpec.parse("40ms/30ms"))
+        times = measured(network, "near", "ping", "far", 60, 0.05)["milliseconds"]
+        # Two crossings, each 0 to 30 ms more.
+        assert min(times) >= 40
+        assert 60 < statistics.median(times) < 80
+        assert statistics.quantiles(times, n=10)[-1] - statistics.quantiles(times, n=10)[0] > 15
+        network.set_link("far", LinkSpec.parse("20ms"))
+        network.set_link("near", LinkSpec.parse("40ms"))
+        times = measured(network, "near", "ping", "far", 30, 0.02)["milliseconds"]
+        assert 58 < statistics.median(times) < 64, "two lines add up"
+
+
+def test_a_line_loses_its_share_and_cut_off_nothing_arrives() -> None:
+    with Network({"lossy": LinkSpec.parse("20%"), "far": UNHURRIED}) as network, answering(network, "far"):
+        result = measured(network, "lossy", "ping", "far", 4000, 0.0003)
+        lost_on_round_trip = 1 - len(result["milliseconds"]) / result["sent"]
+        crossing = 1 - (1 - lost_on_round_trip) ** 0.5
+        assert 0.15 < crossing < 0.25
+
+        network.set_link("lossy", UNHURRIED)
+        network.down("far")
+        assert measured(network, "lossy", "ping", "far", 20, 0.01)["milliseconds"] == []
+        network.up("far")
+        assert len(measured(network, "lossy", "ping", "far", 20, 0.01)["milliseconds"]) == 20
+
+
+def test_peers_see_only_their_own_line_and_nothing_is_left_of_it() -> None:
+    devices_here = sorted(os.listdir("/sys/class/net"))
+    with (
+        Network({"a": UNHURRIED}) as one,
+        Network({"a": UNHURRIED}) as other,  # with the same addresses
+        answering(one, "a") as seen,
+        answering(other, "a") as elsewhere,
+    ):
+        assert seen["devices"] == elsewhere["devices"] == ["lo", "tun0"]
+        namespaces = {seen["namespace"], elsewhere["namespace"]}
+        assert len(namespaces) == 2
+        assert namespaces <= namespaces_in_use()
+        assert sorted(os.listdir("/sys/class/net")) == devices_here
+    assert not namespaces & namespaces_in_use()
+
+
+def test_a_network_ends_with_the_program_that_made_it(tmp_path: Path) -> None:
+    mark = tmp_path.name
+    program = (
+        "import time, subprocess, sys; from p2p_trainer.links import LinkSpec, Network\n"
+        "with Network({'a': LinkSpec()}) as network: print(network.address('a'), flush=True); time.sleep(60)"
+    )
+    for number in (signal.SIGKILL, signal.SIGINT):
+        with subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "SWARM_TEST_MARKS": mark},
+        ) as process:
+            assert process.stdout is not None and process.stdout.readline()
+            assert len(marked_processes(mark)) == 2
+            process.send_signal(number)
+            process.wait(10)
+        deadline = time.monotonic() + 5
+        while (left := marked_processes(mark)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left
+
+
+def namespaces_in_use() -> set[str]:
+    """Network namespaces of all processes, and those that a descriptor keeps."""
+    found = set()
+    for path in [*Path("/proc").glob("[0-9]*/ns/net"), *Path("/proc").glob("[0-9]*/fd/*")]:
+        with suppress(OSError):
+            if (target := os.readlink(path)).startswith("net:"):
+                found.add(target)
+    return found

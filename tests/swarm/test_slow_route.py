@@ -1,0 +1,24 @@
+"""A peer behind a bad line gets in all the same."""
+
+from __future__ import annotations
+
+import pytest
+from harness import START_SECONDS, Swarm, assert_no_traceback, needs_links, small_manifest
+
+pytestmark = [pytest.mark.swarm, needs_links]
+
+LINE = "10M/700ms/1%"
+"""Worse ones work as well but take minutes: measured from start to ``join``, 3 s: 79 s; 3 s and 20 %: 216 s, and not
+within 240 s. From a round trip of 5 s on, libp2p gives up every connection before it is made."""
+
+
+def test_a_peer_on_a_slow_route_that_loses_packets_gets_in(swarm: Swarm) -> None:
+    manifest = small_manifest(swarm.path / "run.toml", hidden_sizes="hidden_sizes = [8]")
+    swarm.links(bootstrap="100M", slow=LINE)
+    bootstrap = swarm.bootstrap(manifest=manifest)
+    slow = swarm.join("slow", bootstrap.invite, 40)
+    swarm.wait_until(lambda: slow.events("train"), "the slow peer trains", 2 * START_SECONDS)
+    assert slow.joined
+    assert "The model is here" in slow.text
+    swarm.wait_said(bootstrap, "1 peer(s) are training")
+    assert_no_traceback(*swarm.peers)
