@@ -252,6 +252,10 @@ class RunManifest(_Section):
         averaging = self.averaging
         if averaging.mode == "gradient" and not averaging.global_batch:
             raise ValueError('[averaging] mode = "gradient" needs global_batch, the samples of one outer step')
+        if averaging.mode == "gradient" and self.inner_optimizer.clip_norm is not None:
+            raise ValueError('[inner_optimizer] clip_norm is for [averaging] mode = "local" only')
+        if averaging.mode == "gradient" and averaging.weighting not in ("samples_times_batch", "samples"):
+            raise ValueError('[averaging] weighting is for mode = "local" only: gradients weigh by samples')
         if averaging.mode == "local" and (averaging.global_batch or averaging.delayed):
             raise ValueError('[averaging] global_batch and delayed are for mode = "gradient" only')
         if averaging.mode == "local" and self.outer_optimizer.name == "adamw":

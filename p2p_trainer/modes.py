@@ -180,7 +180,7 @@ class GradientMode:
         for contributed, ledger in zip(self._contributed, ledgers, strict=True):
             counted = min(span.samples for span in ledger.spans)
             pending.append(samples - (max(counted, contributed) if self._delayed else counted))
-        return max(0, self.share - min(pending))
+        return max(0, self.share - max(pending))
 
     def take_snapshot(self, fragment: int, samples: int) -> None:
         self._contributed[fragment] = samples

@@ -349,11 +349,11 @@ class Trainer:
         self._quiet = None
         self.swarm.send(Quiesce())
         give_up = time.monotonic() + QUIET_SECONDS
-        while self._quiet is None:
-            if time.monotonic() > give_up:
-                self.leave.check()
-            self.handle_messages(0.2)
         try:
+            while self._quiet is None:
+                if time.monotonic() > give_up:
+                    self.leave.check()
+                self.handle_messages(0.2)
             use(self._quiet)
         finally:
             self.swarm.send(Resume())

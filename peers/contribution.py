@@ -16,18 +16,31 @@ import torch
 
 from peers.ledger import PendingSpan
 
+Decoded = tuple[int, int, torch.Tensor]
+"""An element range, and what the others decode of the contribution there."""
+
 
 class Contribution(Protocol):
     """How one fragment's snapshot is used. ``snapshot`` and ``base`` are float32 ``(size,)``, changed in place."""
 
     def values(self, snapshot: torch.Tensor, base: torch.Tensor, spans: Sequence[PendingSpan]) -> torch.Tensor:
-        """What to contribute: a new float32 tensor ``(size,)``, the direction in which the base should go."""
+        """What to contribute: a new float32 tensor ``(size,)``, the direction in which the base should go.
 
-    def sent(self, snapshot: torch.Tensor, base: torch.Tensor, start: int, stop: int, decoded: torch.Tensor) -> None:
-        """A lossy codec made ``decoded`` of the contribution's elements ``[start, stop)``."""
+        Zero where no samples are pending: it has no weight there, so it must not look delivered afterwards.
+        """
 
-    def accepted(self, snapshot: torch.Tensor, base: torch.Tensor, held: Iterable[tuple[int, int]]) -> None:
-        """The contribution is in the next base in the element ranges ``held`` only; ``base`` is the old one."""
+    def accepted(
+        self,
+        snapshot: torch.Tensor,
+        base: torch.Tensor,
+        held: Iterable[tuple[int, int]],
+        decoded: Sequence[Decoded],
+    ) -> None:
+        """The contribution is in the next base in the element ranges ``held`` only.
+
+        :param base: the old one
+        :param decoded: where a lossy codec changed the contribution on its way; exact elsewhere
+        """
 
     def given_up(self, snapshot: torch.Tensor) -> None:
         """What the snapshot holds is dropped."""
@@ -36,22 +49,40 @@ class Contribution(Protocol):
 class Difference:
     """``local`` mode."""
 
+    def __init__(self) -> None:
+        self._weightless: list[tuple[int, int]] = []
+
     def values(self, snapshot: torch.Tensor, base: torch.Tensor, spans: Sequence[PendingSpan]) -> torch.Tensor:
-        return torch.sub(snapshot, base)
+        difference = torch.sub(snapshot, base)
+        self._weightless = [(span.start, span.stop) for span in spans if not span.samples]
+        for start, stop in self._weightless:
+            difference[start:stop] = 0.0
+        return difference
 
-    def sent(self, snapshot: torch.Tensor, base: torch.Tensor, start: int, stop: int, decoded: torch.Tensor) -> None:
-        torch.add(base[start:stop], decoded, out=snapshot[start:stop])
-
-    def accepted(self, snapshot: torch.Tensor, base: torch.Tensor, held: Iterable[tuple[int, int]]) -> None:
+    def accepted(
+        self,
+        snapshot: torch.Tensor,
+        base: torch.Tensor,
+        held: Iterable[tuple[int, int]],
+        decoded: Sequence[Decoded],
+    ) -> None:
         position = 0
         for start, stop in sorted(held):
             if position < start:
                 snapshot[position:start].copy_(base[position:start])
             position = max(position, stop)
         snapshot[position:].copy_(base[position:])
+        for start, stop, values in decoded:
+            for low, high in held:
+                first, last = max(start, low), min(stop, high)
+                if first < last:
+                    torch.add(base[first:last], values[first - start : last - start], out=snapshot[first:last])
+        for start, stop in self._weightless:
+            snapshot[start:stop].copy_(base[start:stop])
 
     def given_up(self, snapshot: torch.Tensor) -> None:
         """The parameters are set to the base, whatever the reference is."""
+        self._weightless = []
 
 
 class GradientSum:
@@ -59,10 +90,9 @@ class GradientSum:
 
     def __init__(self) -> None:
         self._spans: Sequence[PendingSpan] = ()
-        self._decoded: list[tuple[int, int, torch.Tensor]] = []
 
     def values(self, snapshot: torch.Tensor, base: torch.Tensor, spans: Sequence[PendingSpan]) -> torch.Tensor:
-        self._spans, self._decoded = tuple(spans), []
+        self._spans = tuple(spans)
         mean = torch.zeros_like(snapshot)
         for span in spans:
             if span.samples:
@@ -70,24 +100,28 @@ class GradientSum:
                 torch.div(snapshot[where], float(span.samples), out=mean[where])
         return mean
 
-    def sent(self, snapshot: torch.Tensor, base: torch.Tensor, start: int, stop: int, decoded: torch.Tensor) -> None:
-        self._decoded.append((start, stop, decoded))
-
-    def accepted(self, snapshot: torch.Tensor, base: torch.Tensor, held: Iterable[tuple[int, int]]) -> None:
+    def accepted(
+        self,
+        snapshot: torch.Tensor,
+        base: torch.Tensor,
+        held: Iterable[tuple[int, int]],
+        decoded: Sequence[Decoded],
+    ) -> None:
         for start, stop in held:
             exact = torch.ones(stop - start, dtype=torch.bool)
-            for low, high, decoded in self._decoded:
+            for span in self._spans:
+                if not span.samples:
+                    exact[max(0, span.start - start) : max(0, span.stop - start)] = False
+            for low, high, values in decoded:
                 for span in self._spans:
                     first, last = max(start, low, span.start), min(stop, high, span.stop)
                     if first < last:
                         exact[first - start : last - start] = False
-                        snapshot[first:last].sub_(decoded[first - low : last - low] * float(span.samples))
+                        snapshot[first:last].sub_(values[first - low : last - low] * float(span.samples))
             snapshot[start:stop][exact] = 0.0
-        self._decoded = []
 
     def given_up(self, snapshot: torch.Tensor) -> None:
         snapshot.zero_()
-        self._decoded = []
 
 
 def shares(global_batch: int, rates: dict[str, float]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from peers.arena import SharedArena
-from peers.contribution import Contribution, Difference
+from peers.contribution import Contribution, Decoded, Difference
 from peers.fragments import FragmentLayout
 from peers.ledger import Ledger, PendingSpan
 from peers.lineage import Claim
@@ -75,6 +75,8 @@ class FragmentState:
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
         self.average_residual = AverageResidual()
         self._contribution = contribution or Difference()
+        self.decoded: list[Decoded] = []
+        """What codecs made of the contribution of ``taken``. The round appends to it; the next one has its own."""
 
     @property
     def num_bytes(self) -> int:
@@ -118,11 +120,8 @@ class FragmentState:
 
     def contribution(self, spans: Sequence[PendingSpan]) -> torch.Tensor:
         """What the snapshot brings for what is pending: a new float32 tensor ``(size,)``."""
+        self.decoded = []
         return self._contribution.values(self.snapshot, self.base, spans)
-
-    def sent(self, start: int, stop: int, decoded: torch.Tensor) -> None:
-        """A lossy codec made ``decoded`` of the contribution's elements ``[start, stop)``: the rest comes later."""
-        self._contribution.sent(self.snapshot, self.base, start, stop, decoded)
 
     def give_up(self) -> None:
         """What the snapshot holds is of use to nobody."""
@@ -170,7 +169,7 @@ class FragmentState:
         """Put a round's base in place. The reference becomes the snapshot where we are in it, else the old base."""
         receipt = receipt_for(plan, parts, new.version)
         entry, held = receipt.ranges_of(own_id)
-        self._contribution.accepted(self.snapshot, self.base, held)
+        self._contribution.accepted(self.snapshot, self.base, held, list(self.decoded))
         if entry is not None:
             self.ledger = self.ledger.credit(held, entry.samples, entry.steps)
         self.receipts.append(receipt)
@@ -208,7 +207,8 @@ class FragmentState:
             elif not self.ledger.knows(ranges, entry.samples):
                 keep = False  # counted from a snapshot that we no longer have
             self._credit(ranges, entry, receipt.tick)
-        self._contribution.accepted(self.snapshot, self.base, held)
+        self._contribution.accepted(self.snapshot, self.base, held, list(self.decoded))
+        self.average_residual.replace({})  # it may be in this base already
         if not keep:
             self.give_up()
         self.receipts = list(fetched.receipts)

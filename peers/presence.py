@@ -71,6 +71,9 @@ class Presence:
         self._reached_out = self._joined_at
         self._last_expiration = 0.0
         self._looked_at = 0.0
+        self.step_fell_short = False
+        """Whether the last group that met had too few samples for a step on averaged gradients."""
+        self._extra = 0
         self._rate = 0.0
         """Samples per second as last published: what the others reckon with."""
 
@@ -159,7 +162,11 @@ class Presence:
         """Samples that this peer should bring to the next step on averaged gradients."""
         rates = {peer: self.view.members[peer].profile.samples_per_second for peer in self.present()}
         rates[str(self._run.settings.identity.peer_id)] = self._rate
-        return shares(self._run.manifest.averaging.global_batch, rates)[str(self._run.settings.identity.peer_id)]
+        batch = self._run.manifest.averaging.global_batch
+        share = shares(batch, rates)[str(self._run.settings.identity.peer_id)]
+        # Somebody does not bring what it advertised: take over, more at every look, until a step succeeds.
+        self._extra = min(batch, 2 * self._extra + max(1, batch // 16)) if self.step_fell_short else 0
+        return min(batch, share + self._extra)
 
     def _meet(self, members: dict[str, Member]) -> None:
         """Connect to peers we have not met, and remember the way to all of them."""
@@ -268,13 +275,16 @@ class Presence:
         told: set[str] = set()
         while True:
             await self.refresh()
-            staying = {peer: member for peer, member in self.view.members.items() if peer not in self.leaving()}
+            gone = self.leaving() | {peer for peer in self.view.members if peer in self._dead}
+            staying = {peer: member for peer, member in self.view.members.items() if peer not in gone}
             if not staying or all(
                 any(claim.rank >= state.claim.rank for claim in _claims_of(staying.values(), state.index))
                 for state in fragments
             ):
                 return
             fresh = [peer for peer in staying if peer not in told][:HAND_OVER_PEERS]
+            if not told:
+                self._run.tasks.spawn(self.look_for_dead(list(staying)))
             told.update(fresh)
             for peer in fresh:
                 self._run.tasks.spawn(self._tell(peer))

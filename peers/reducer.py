@@ -181,7 +181,7 @@ class PartReducer:
             return
         try:
             values, payload = await off_loop(part.size, self._encode, part)
-        except (MemoryError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, everybody who waits for this part must hear of it
             part.result.set_exception(InvalidPart(f"could not be averaged: {error}"))
             part.result.exception()
             return
@@ -198,6 +198,7 @@ class PartReducer:
     def _encode(self, part: _OpenPart) -> tuple[torch.Tensor, bytes]:
         """Average and encode a part, once for everyone: what they decode it to, and the bytes."""
         mean = part.average(self._normalisers(part))
+        check_values(mean)  # nobody would take another
         if self._answer_codec.lossless:
             return mean, self._answer_codec.encode(mean)
         before = self._residual(part.start, part.stop)
@@ -231,8 +232,8 @@ class PartReducer:
         return found
 
     def _steps(self, span: PendingSpan) -> int:
-        """Inner steps, no fewer than the run's batch size allows: understating them would raise a weight."""
-        return max(span.steps, -(-span.samples // self._batch_size))
+        """Inner steps, as many as can be: understating or, with fednova, overstating them would raise a weight."""
+        return min(max(span.steps, -(-span.samples // self._batch_size)), max(1, span.samples))
 
 
 async def off_loop(elements: int, work: Callable[..., Result], *arguments: Any) -> Result:

@@ -20,6 +20,7 @@ from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
 from peers.codecs import Codec
+from peers.contribution import Decoded
 from peers.ledger import PendingSpan
 from peers.messages import (
     Average,
@@ -165,7 +166,6 @@ class Round:
     :param codec: how contributions travel
     :param answer_codec: how averages travel
     :param residual: what earlier averages of a range left out, for ``PartReducer``
-    :param on_sent: told of every range that a lossy codec changed on its way out, and of what the reducer decodes
     :param weighting: how samples and steps count, ``batch_size`` samples a step at most
     """
 
@@ -180,7 +180,6 @@ class Round:
         codec: Codec = PLAIN,
         answer_codec: Codec = PLAIN,
         residual: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
-        on_sent: Callable[[int, int, torch.Tensor], None] = lambda start, stop, decoded: None,
         weighting: Weighting = BY_SAMPLES,
         batch_size: int = MAX_BATCH,
     ) -> None:
@@ -192,7 +191,9 @@ class Round:
         self._contribution = contribution
         self._call_reducer = call_reducer
         self._wait_seconds = wait_seconds
-        self._codec, self._answer_codec, self._on_sent = codec, answer_codec, on_sent
+        self._codec, self._answer_codec = codec, answer_codec
+        self.decoded: list[Decoded] = []
+        """What a lossy codec made of the contribution where it has been sent; grows until the last duty is done."""
         self.reducer = PartReducer(
             plan.ranges[own_index],
             [member.spans for member in plan.members],
@@ -310,17 +311,19 @@ class Round:
 
     async def _parts_for(self, index: int) -> AsyncIterator[Part]:
         for part, (start, stop) in enumerate(self.plan.ranges[index]):
-            body = await off_loop(stop - start, self._encode, start, stop)
+            body, decoded = await off_loop(stop - start, self._encode, start, stop)
+            if decoded is not None:
+                self.decoded.append((start, stop, decoded))
             self.bytes_sent += len(body)
             yield Part(PartHeader(group_id=self.plan.group_id, part=part), body)
 
-    def _encode(self, start: int, stop: int) -> bytes | memoryview:
+    def _encode(self, start: int, stop: int) -> tuple[bytes | memoryview, torch.Tensor | None]:
+        """A part's body, and what it decodes to if that is something else."""
         values = self._contribution[start:stop]
         if self._codec.lossless:
-            return values.numpy().astype(FLOAT32, copy=False).data.cast("B")  # sent from where it lies
+            return values.numpy().astype(FLOAT32, copy=False).data.cast("B"), None  # sent from where it lies
         body = self._codec.encode(values)
-        self._on_sent(start, stop, self._codec.decode(body, stop - start))
-        return body
+        return body, self._codec.decode(body, stop - start)
 
     async def _receive(self, index: int, answers: AsyncIterator[Average]) -> None:
         ranges = self.plan.ranges[index]

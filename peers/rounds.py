@@ -195,6 +195,9 @@ class RoundKeeper:
             raise RoundVoid("nobody in the group has samples to contribute")
         if sum(weights) < self._needed_samples:
             report["outcome"] = "skipped"
+            self._presence.step_fell_short = True
+            absent = self._presence.present() - {str(member.peer_id) for member in members}
+            self._run.tasks.spawn(self._presence.look_for_dead(absent))
             raise RoundVoid(
                 f"the group has {sum(weights):.0f} of the {self._needed_samples:.0f} samples that a step needs"
             )
@@ -208,6 +211,7 @@ class RoundKeeper:
             average, parts, left_out = await self._all_reduce(plan, state, contribution, report)
         new = await asyncio.to_thread(state.next_base, self._outer, plan, average, parts)
         rebased = await self._run.tasks.whole(self._commit(state, new, plan, parts))
+        self._presence.step_fell_short = False
         state.average_residual.replace(left_out)
         state.backed_until = self._run.clock.now() + RECORD_SECONDS
         self._presence.changed.set()
@@ -289,15 +293,17 @@ class RoundKeeper:
             codec=self._codec,
             answer_codec=self._answer_codec,
             residual=state.average_residual.of,
-            on_sent=state.sent,
             weighting=self._weighting,
             batch_size=self._batch_size,
         )
         waiting = self._rounds.setdefault(plan.group_id, asyncio.get_running_loop().create_future())
+        if waiting.done():
+            raise RoundVoid("the leader used a group id twice")
         waiting.set_result(current)
         asyncio.get_running_loop().call_later(2 * wait + REGISTER_SECONDS, self._rounds.pop, plan.group_id, None)
         state.unresolved_mates |= {str(member.peer_id) for member in plan.members}
         state.contributes(plan.tick)
+        state.decoded = current.decoded
         began = self._run.clock.now()
         try:
             result = await current.run()

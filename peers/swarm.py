@@ -54,6 +54,7 @@ from peers.pipe import (
     Waiting,
 )
 from peers.presence import Presence
+from peers.round import TRANSPORT_ERRORS
 from peers.rounds import RoundKeeper
 from peers.servicer import SwarmServicer
 from peers.settings import SwarmSettings
@@ -107,9 +108,10 @@ class Swarm:
             self._training.send(Failed(error))
         finally:
             await self._tasks.cancel(LEAVE_CHANGE_SECONDS)
+            # Before the daemon ends: training has a checkpoint to write meanwhile.
+            clean = not any(state.uncertain for state in self._fragments)
+            self._training.send(Stopped([state.record for state in self._fragments], clean))
             await p2p.shutdown()
-        clean = not any(state.uncertain for state in self._fragments)
-        self._training.send(Stopped([state.record for state in self._fragments], clean))
 
     async def _live_until_stopped(self, p2p: P2P) -> None:
         """:raises SwarmProcessDied: the daemon ended by itself"""
@@ -223,9 +225,10 @@ class Swarm:
         await self._tasks.settle(LEAVE_ROUND_SECONDS)
         if self._presence is None:
             return
-        with suppress(asyncio.TimeoutError):
+        # ValueError: a record that cannot be published. Whatever fails here, what we have is still to be saved.
+        with suppress(ValueError, *TRANSPORT_ERRORS):
             await asyncio.wait_for(self._presence.publish("leaving"), LEAVE_GOODBYE_SECONDS)
-        with suppress(asyncio.TimeoutError):
+        with suppress(ValueError, *TRANSPORT_ERRORS):
             await asyncio.wait_for(self._presence.hand_over(), give_up - loop.time())
 
     def configured(self, configure: Configure, arena: SharedArena) -> None:

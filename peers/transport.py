@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
@@ -29,6 +29,8 @@ from peers.messages import MAX_BODY_BYTES, MAX_HEADER_BYTES, WireMessage
 logger = logging.getLogger(__name__)
 
 PREFETCHED = 4
+CALLS_PER_PEER = 16
+CALLS_AT_ONCE = 512
 UNSENT_BYTES = 1 << 20
 """More than this is not handed to the socket at once; enough for it to have something to send at any time."""
 _LENGTHS = struct.Struct("<II")
@@ -59,6 +61,7 @@ class DaemonTransport:
 
     def __init__(self, p2p: P2P, namespace: str, write_seconds: float) -> None:
         self._p2p, self._namespace, self._write_seconds = p2p, namespace, write_seconds
+        self._serving: Counter[PeerID] = Counter()
 
     async def call(
         self, peer: PeerID, name: str, requests: AsyncIterator[Sent], answer_type: type[Received]
@@ -80,6 +83,18 @@ class DaemonTransport:
 
     async def serve(self, name: str, handler: Handler[Received], request_type: type[Received]) -> None:
         async def serve_stream(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._serving[info.peer_id] >= CALLS_PER_PEER or self._serving.total() >= CALLS_AT_ONCE:
+                writer.close()
+                return
+            self._serving[info.peer_id] += 1
+            try:
+                await serve_call(info, reader, writer)
+            finally:
+                self._serving[info.peer_id] -= 1
+                if not self._serving[info.peer_id]:
+                    del self._serving[info.peer_id]
+
+        async def serve_call(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             channel = _Channel(reader, writer, self._write_seconds)
             try:
                 async with aclosing(handler(channel.messages(request_type), info.peer_id)) as answers:
@@ -115,19 +130,23 @@ class _Channel(asyncio.BufferedProtocol):
         transport: Any = writer.transport
         self._transport = transport
         transport.pause_reading()
-        before = bytes(reader._buffer)  # type: ignore[attr-defined]
-        self._lost = reader.at_eof() or reader.exception() is not None
+        self._before = bytes(reader._buffer)  # type: ignore[attr-defined]
+        self._lost = reader._eof or reader.exception() is not None  # type: ignore[attr-defined]
         transport.set_protocol(self)
         transport.set_write_buffer_limits(high=UNSENT_BYTES)
-        while before:
-            taken = min(len(before), len(self._wanted) - self._filled)
-            self._wanted[self._filled : self._filled + taken] = before[:taken]
-            before = before[taken:]
-            self.buffer_updated(taken)
-        if not self._full():
-            transport.resume_reading()
+        self._read_on()
 
     # Reading
+
+    def _read_on(self) -> None:
+        """Take what had arrived before the take-over, then what comes, as long as there is room."""
+        while self._before and not self._full():
+            taken = min(len(self._before), len(self._wanted) - self._filled)
+            self._wanted[self._filled : self._filled + taken] = self._before[:taken]
+            self._before = self._before[taken:]
+            self.buffer_updated(taken)
+        if not self._full() and not self._lost:
+            self._transport.resume_reading()
 
     def _expect(self, wanted: memoryview) -> None:
         self._wanted, self._filled = wanted, 0
@@ -195,8 +214,7 @@ class _Channel(asyncio.BufferedProtocol):
             header, body = self._arrived.popleft()
             while self._filled == len(self._wanted) and not self._full():
                 self._advance()
-            if not self._full() and not self._lost:
-                self._transport.resume_reading()
+            self._read_on()
             yield kind.from_parts(header, body)
 
     # Writing
@@ -229,7 +247,7 @@ class _Channel(asyncio.BufferedProtocol):
             async for message in messages:
                 await self.send(message)
             await self.finish()
-        except (OSError, asyncio.TimeoutError) as error:
+        except Exception as error:  # also of whoever makes the messages: the other side must not wait for the rest
             logger.debug("A call could not be sent whole: %r", error)
             self._transport.abort()
 

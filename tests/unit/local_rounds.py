@@ -67,7 +67,6 @@ class Network:
     codec: str = "float32"
     answer_codec: str = "float32"
     residuals: dict[int, AverageResidual] = field(default_factory=dict)
-    on_sent: Sequence[Callable[[int, int, torch.Tensor], None]] = ()
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
     """By member: what the reducers count of its contribution."""
     rounds: dict[int, Round] = field(default_factory=dict)
@@ -124,15 +123,6 @@ def hold(network: Network, contributions: Sequence[torch.Tensor]) -> list[RoundR
 
     async def scene() -> list[RoundResult | RoundVoid]:
         for index, contribution in enumerate(contributions):
-            sent = network.sent[index] = contribution.clone()
-
-            def note(
-                start: int, stop: int, decoded: torch.Tensor, index: int = index, sent: torch.Tensor = sent
-            ) -> None:
-                sent[start:stop] = decoded
-                if network.on_sent:
-                    network.on_sent[index](start, stop, decoded)
-
             network.rounds[index] = Round(
                 network.plan,
                 peer(index),
@@ -142,12 +132,15 @@ def hold(network: Network, contributions: Sequence[torch.Tensor]) -> list[RoundR
                 codec=get_codec(network.codec),
                 answer_codec=get_codec(network.answer_codec),
                 residual=network.residuals.setdefault(index, AverageResidual()).of,
-                on_sent=note,
             )
         outcomes = await asyncio.gather(*(round_.run() for round_ in network.rounds.values()), return_exceptions=True)
         for pump in network.pumps:
             pump.cancel()
         await asyncio.gather(*network.pumps, return_exceptions=True)
+        for index, contribution in enumerate(contributions):
+            network.sent[index] = contribution.clone()
+            for start, stop, decoded in network.rounds[index].decoded:
+                network.sent[index][start:stop] = decoded
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, RoundVoid):
                 raise outcome

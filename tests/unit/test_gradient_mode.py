@@ -18,10 +18,10 @@ from p2p_trainer.tasks import Task
 from p2p_trainer.tasks.base import Batch
 from p2p_trainer.tasks.digits import create as create_digits
 from peers.arena import SharedArena
-from peers.contribution import GradientSum, shares
+from peers.contribution import Difference, GradientSum, shares
 from peers.fragment_state import FragmentState
 from peers.fragments import cut, gather_fragment
-from peers.ledger import Ledger
+from peers.ledger import Ledger, PendingSpan
 from peers.outer import NO_HISTORY, build_outer_optimizer
 from peers.pipe import FragmentMeta, SnapshotTaken
 from peers.residual import AverageResidual
@@ -151,10 +151,12 @@ class Group:
             ranges=split_fragment(size, len(self.peers), max(50, size // 10)),
         )
         contributions = [state.contribution(member.spans) for state, member in zip(states, members, strict=True)]
-        network = Network(plan, codec=self.codec, on_sent=[state.sent for state in states])
+        network = Network(plan, codec=self.codec)
         results = committed(hold(network, contributions))
         if lose:
             return
+        for index, state in enumerate(states):
+            state.decoded = network.rounds[index].decoded
         for each, state, result in zip(self.peers, states, results, strict=True):
             new = state.next_base(each.outer, plan, result.average, result.parts)
             state.commit(new, plan, result.parts, each.id.to_bytes())
@@ -349,3 +351,17 @@ def test_shares_add_up_and_follow_the_rates(global_batch: int, rates: dict[str, 
     total = sum(rates.values())
     if total > 0:
         assert all(abs(given_out[one] - global_batch * rates[one] / total) <= 1 + 1e-6 for one in rates)
+
+
+def test_a_contribution_of_no_samples_is_zero_and_leaves_what_there_was() -> None:
+    spans = [PendingSpan(start=0, stop=2, samples=0, steps=0), PendingSpan(start=2, stop=4, samples=5, steps=1)]
+    snapshot, base = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(4)
+    local = Difference()
+    assert local.values(snapshot, base, spans).tolist() == [0.0, 0.0, 3.0, 4.0]
+    local.accepted(snapshot, base, [(0, 4)], [])
+    assert snapshot.tolist() == [0.0, 0.0, 3.0, 4.0], "progress without samples still counts from the base"
+    snapshot = torch.tensor([1.0, 2.0, 5.0, 10.0])
+    gradients = GradientSum()
+    assert gradients.values(snapshot, base, spans).tolist() == [0.0, 0.0, 1.0, 2.0]
+    gradients.accepted(snapshot, base, [(0, 4)], [(2, 3, torch.tensor([0.5]))])
+    assert snapshot.tolist() == [1.0, 2.0, 2.5, 0.0]

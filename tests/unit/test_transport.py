@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import struct
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -19,7 +20,7 @@ from dht_config.network import NetworkSettings
 from peers.daemon import dial_all, start_daemon
 from peers.messages import MAX_BODY_BYTES, Average, AverageHeader, Part, PartHeader
 from peers.round import TRANSPORT_ERRORS
-from peers.transport import DaemonTransport
+from peers.transport import _END, _LENGTHS, DaemonTransport, _Channel
 
 GROUP_ID = b"a group of this test"
 Scene = Callable[[P2P, P2P], Awaitable[None]]
@@ -206,3 +207,42 @@ def test_a_peer_that_stops_reading_is_given_up() -> None:
         writer.close()
 
     between_two_daemons(scene)
+
+
+@pytest.mark.parametrize("count", [1, 4, 6, 40])
+def test_messages_that_were_there_before_the_take_over_all_arrive(count: int) -> None:
+    async def scene() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        for number in range(count):
+            header = Part(PartHeader(group_id=b"a group of a test", part=number), b"").packed_header()
+            theirs.sendall(_LENGTHS.pack(len(header), 150) + header + bytes(150))
+        theirs.sendall(_END)
+        await asyncio.sleep(0.05)
+        channel = _Channel(reader, writer, 5.0)
+        assert [message.header.part async for message in channel.messages(Part)] == list(range(count))
+        channel.close()
+        theirs.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+@pytest.mark.parametrize("body", [b"\xff" * 8 + b"x", _END + b"x"])
+def test_bytes_after_the_end_or_an_absurd_length_do_not_hold_up_the_process(body: bytes) -> None:
+    async def scene() -> list[Part]:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        theirs.sendall(body)
+        await asyncio.sleep(0.05)
+        channel = _Channel(reader, writer, 5.0)
+        try:
+            return [message async for message in channel.messages(Part)]
+        finally:
+            channel.close()
+            theirs.close()
+
+    if body.startswith(_END):
+        assert asyncio.run(asyncio.wait_for(scene(), 10)) == []
+    else:
+        with pytest.raises(OSError, match="a message of"):
+            asyncio.run(asyncio.wait_for(scene(), 10))
