@@ -12,7 +12,7 @@ from pathlib import Path
 
 PORT = 7000
 BLOCK = bytes(1 << 16)
-WAIT_SECONDS = 1.0
+WAIT_SECONDS = 0.5
 """For the answers that are still under way."""
 
 

@@ -44,7 +44,7 @@ def measured(network: Network, peer: str, what: str, other: str, *numbers: float
     return result
 
 
-def megabits_per_second(network: Network, sender: str, receiver: str, seconds: float = 3.0) -> float:
+def megabits_per_second(network: Network, sender: str, receiver: str, seconds: float = 2.0) -> float:
     poured = measured(network, sender, "pour", receiver, seconds)
     return float(8e-6 * poured["bytes"] / poured["seconds"])
 
