@@ -181,7 +181,7 @@ def make_namespace(number: int) -> tuple[int, int]:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "a network namespace cannot be made")
+        raise OSError(code := ctypes.get_errno(), os.strerror(code))
     namespace = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", _DEVICE, _IFF_TUN | _IFF_NO_PI))
@@ -209,7 +209,7 @@ def make_namespaces(numbers: Iterable[int]) -> list[tuple[int, int]]:
     made = [make_namespace(number) for number in numbers]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(home, _CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "the way back from a namespace is closed")
+        raise OSError(code := ctypes.get_errno(), os.strerror(code))
     os.close(home)
     return made
 
@@ -226,7 +226,7 @@ def main() -> None:
     try:
         made = make_namespaces(range(1, peers + 1))
     except OSError as error:
-        print(json.dumps({"error": f"{error.strerror} ({error.filename or 'network namespace'})"}), flush=True)
+        print(json.dumps({"error": f"{error.filename or 'making a network namespace'}: {error.strerror}"}), flush=True)
         return
     print(json.dumps({"namespaces": [namespace for namespace, _ in made]}), flush=True)
     Router([device for _, device in made], seed).run(sys.stdin.fileno())

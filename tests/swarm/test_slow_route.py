@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.swarm, needs_links]
 
 LINE = "10M/700ms/1%"
 """Worse ones work as well but take minutes: measured from start to ``join``, 3 s: 79 s; 3 s and 20 %: 216 s, and not
-within 240 s. From a round trip of 5 s on, libp2p gives up every connection before it is made."""
+within 240 s. At 6 s no connection is made: libp2p gives TCP 5 s for it."""
 
 
 def test_a_peer_on_a_slow_route_that_loses_packets_gets_in(swarm: Swarm) -> None:
