@@ -164,7 +164,7 @@ class Presence:
         rates[str(self._run.settings.identity.peer_id)] = self._rate
         batch = self._run.manifest.averaging.global_batch
         share = shares(batch, rates)[str(self._run.settings.identity.peer_id)]
-        # Somebody does not bring what it advertised: take over, more at every look, until a step succeeds.
+        # Somebody does not bring what it advertised: take over, more at every refresh, until a step succeeds.
         self._extra = min(batch, 2 * self._extra + max(1, batch // 16)) if self.step_fell_short else 0
         return min(batch, share + self._extra)
 

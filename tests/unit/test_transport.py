@@ -209,6 +209,12 @@ def test_a_peer_that_stops_reading_is_given_up() -> None:
     between_two_daemons(scene)
 
 
+async def buffered(reader: asyncio.StreamReader, least_bytes: int) -> None:
+    """Until so much has arrived that nobody has read."""
+    while len(reader._buffer) < least_bytes:  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("count", [1, 4, 6, 40])
 def test_messages_that_were_there_before_the_take_over_all_arrive(count: int) -> None:
     async def scene() -> None:
@@ -218,7 +224,7 @@ def test_messages_that_were_there_before_the_take_over_all_arrive(count: int) ->
             header = Part(PartHeader(group_id=b"a group of a test", part=number), b"").packed_header()
             theirs.sendall(_LENGTHS.pack(len(header), 150) + header + bytes(150))
         theirs.sendall(_END)
-        await asyncio.sleep(0.05)
+        await buffered(reader, count * 150)
         channel = _Channel(reader, writer, 5.0)
         assert [message.header.part async for message in channel.messages(Part)] == list(range(count))
         channel.close()
@@ -233,7 +239,7 @@ def test_bytes_after_the_end_or_an_absurd_length_do_not_hold_up_the_process(body
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=ours)
         theirs.sendall(body)
-        await asyncio.sleep(0.05)
+        await buffered(reader, len(body))
         channel = _Channel(reader, writer, 5.0)
         try:
             return [message async for message in channel.messages(Part)]
