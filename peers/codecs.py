@@ -21,8 +21,8 @@ the result's own ``4 * size`` bytes and a few slabs was allocated. What this doe
 values that no honest peer has; whoever receives it checks magnitudes as well.
 
 What a lossy codec leaves out of a contribution stays in the sender's snapshot (``contribution.py``); what it leaves out
-of an average its reducer keeps (``residual.py``). ``ErrorFeedback`` and ``feedback_beta`` are the rule of the literature,
-with a residual of its own; so far only the learning check compares it.
+of an average its reducer keeps (``residual.py``). ``ErrorFeedback`` and ``feedback_beta`` are the literature's rule, with
+a residual of its own; so far only the learning check compares it.
 """
 
 from __future__ import annotations
