@@ -20,9 +20,9 @@ A body comes from a remote peer. One that ``encode`` could not have written rais
 the result's own ``4 * size`` bytes and a few slabs was allocated. What this does not stop: a well-formed body with
 values that no honest peer has; whoever receives it checks magnitudes as well.
 
-What a lossy codec leaves out of a contribution stays in the sender's snapshot (``contribution.py``); what it leaves out
-of an average its reducer keeps (``residual.py``). ``ErrorFeedback`` and ``feedback_beta`` are the literature's rule, with
-a residual of its own; so far only the learning check compares it.
+What a lossy codec leaves out of a contribution stays in the sender's snapshot (``contribution.py``); what it leaves
+out of an average its reducer keeps (``residual.py``). ``ErrorFeedback`` and ``feedback_beta``, the literature's rule,
+have a residual of their own; so far only the learning check compares them.
 """
 
 from __future__ import annotations
