@@ -206,6 +206,10 @@ class AveragingSection(_Section):
     part_bytes: int = Field(default=2 * 1024 * 1024, ge=16 * 1024, le=8 * 1024 * 1024)
     """bytes per message of the all-reduce (16 KiB to 8 MiB); bigger is faster on good links."""
 
+    target_group_size: int = Field(default=16, ge=2, le=64)
+    """peers that exchange contributions directly (2 to 64); more than that in one round make several groups, which
+    end on the same base."""
+
     codec: Literal["float32", "float16", "int8", "int4", "sparse"] = "float32"
     """how contributions travel: "float32", "float16", "int8", "int4" or "sparse": 4 to 0.03 bytes a parameter."""
 

@@ -50,6 +50,7 @@ ENVELOPE_BYTES = MAX_PUBLIC_KEY_BYTES + MAX_SIGNATURE_BYTES + 32
 MAX_VERSION = 2**40
 MAX_SAMPLES = 2**60
 MAX_SPANS = 1024
+MAX_DISTRUSTED = 64
 
 _ANNOUNCEMENT_DOMAIN = b"p2p-trainer announcement v1\n"
 _MANIFEST_DOMAIN = b"p2p-trainer manifest v1\n"
@@ -69,6 +70,7 @@ AddressText = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 Digest = Annotated[bytes, Field(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 Samples = Annotated[int, Field(ge=0, le=MAX_SAMPLES)]
+PeerIdBytes = Annotated[bytes, Field(min_length=8, max_length=64)]
 SchemaVersion = Literal[1]
 
 Span = tuple[Annotated[int, Field(ge=0, le=2**48)], Annotated[int, Field(ge=1, le=2**48)], Samples, Samples]
@@ -162,8 +164,12 @@ class RoundAnnouncement(_Record):
     """Inner steps up to the snapshot."""
     spans: Annotated[tuple[Annotated[Span, Field(strict=False)], ...], Field(strict=False, max_length=MAX_SPANS)]
     """Contiguous from element 0, in order."""
+    attempt: int = Field(default=0, ge=0, le=16)
+    """Of this tick; above 0 when a group re-forms without a reducer that was lost."""
     megabits_per_second: float | None = Field(default=None, ge=0, le=1e6)
-    """Measured upload bandwidth; None before it was measured."""
+    """Measured in rounds, each way; None before it was measured."""
+    distrusted: Annotated[tuple[PeerIdBytes, ...], Field(strict=False, max_length=MAX_DISTRUSTED)] = ()
+    """Reducers that failed this peer lately."""
 
     @model_validator(mode="after")
     def _spans_are_consistent(self) -> RoundAnnouncement:

@@ -19,10 +19,8 @@ from peers.outer import NO_HISTORY, OuterOptimizer, base_digest
 from peers.past import Milestone, Past
 from peers.pipe import FragmentMeta, SnapshotTaken
 from peers.residual import AverageResidual
-from peers.round import RoundPlan, element_samples, receipt_for
+from peers.round_plan import RoundPlan, element_samples, receipt_for
 from peers.transfer import FetchedBase, FrozenBase
-
-RECENT_ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +70,6 @@ class FragmentState:
         self.backed_until = 0.0
         self.backers = 1
         """Peers that made our base with us; for a while they stand behind it before their records say so."""
-        self.recent_seconds: deque[float] = deque(maxlen=RECENT_ROUNDS)
         self.average_residual = AverageResidual()
         self._contribution = contribution or Difference()
         self.decoded: list[Decoded] = []

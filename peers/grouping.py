@@ -6,7 +6,8 @@ different bases never meet. What this does not stop: a leader that leaves out pe
 
 Overridden or relied on in hivemind 1.1.12: ``Matchmaking.min_group_size`` is read wherever a leader decides whether
 to assemble; ``GroupKeyManager`` calls ``dht.store``/``dht.get`` with ``return_future=True`` and awaits the result;
-a step is used through ``data_for_gather``, ``scheduled_time``, ``deadline`` and ``get_timeout()``.
+a step is used through ``data_for_gather``, ``scheduled_time``, ``deadline`` and ``get_timeout()``;
+``_request_join_group`` asks one leader and returns its group or None.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from hivemind.proto import averaging_pb2
 
 from dht_config.errors import RecordError
 from dht_config.records import RoundAnnouncement, open_announcement
+from peers.closing import Reliability
 from peers.ledger import PendingSpan
 from peers.lineage import Claim, has_quorum
 from peers.messages import MAX_GROUP_SIZE
-from peers.round import GroupMember
+from peers.round_plan import GroupMember
 
 POLL_SECONDS = 0.15
 """Least time between two looks at one matchmaking key; hivemind asks again without a pause (a core per peer)."""
@@ -63,14 +65,20 @@ class GroupSearch:
     deadline: float
     data_for_gather: bytes
     now: Callable[[], float]
+    fragment: int
+    tick: int
+    attempt: int
+    claim: Claim
 
     def get_timeout(self) -> float:
         return max(0.0, self.deadline - self.now())
 
-
-def schema_hash(fragment: int, claim: Claim) -> bytes:
-    """Peers meet only if this is equal: same fragment, same version, same bits."""
-    return hashlib.sha256(struct.pack("<IQ", fragment, claim.version) + claim.digest).digest()
+    @property
+    def schema_hash(self) -> bytes:
+        """Peers meet only if this is equal: same fragment, same version, same bits, same attempt."""
+        return hashlib.sha256(
+            struct.pack("<IQI", self.fragment, self.claim.version, self.attempt) + self.claim.digest
+        ).digest()
 
 
 class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships no types
@@ -79,6 +87,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
     :param size: elements of the fragment
     :param possible_samples: more than this nobody can have processed by now
     :param present: the training peers known now, as base58 ids, without ourselves: what a quorum is counted against
+    :param silent_leaders: those that accepted us and never began are not followed for a while
     """
 
     def __init__(
@@ -93,12 +102,14 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         size: int,
         present: Callable[[], Collection[str]],
         possible_samples: Callable[[], float],
+        silent_leaders: Reliability,
     ) -> None:
         self._present = present
+        self._silent_leaders = silent_leaders
         self._size = size
         self._possible_samples = possible_samples
         self._run_id = run_id
-        self._expected: tuple[int, int, Claim] | None = None
+        self._search: GroupSearch | None = None
         super().__init__(
             p2p,
             b"-",
@@ -123,12 +134,10 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
     def min_group_size(self, value: int) -> None:
         """hivemind's constructor assigns a constant; the quorum decides instead."""
 
-    async def find(
-        self, search: GroupSearch, *, fragment: int, tick: int, claim: Claim
-    ) -> tuple[bytes, tuple[GroupMember, ...]] | None:
+    async def find(self, search: GroupSearch) -> tuple[bytes, tuple[GroupMember, ...]] | None:
         """A group for this round: its id and its members in the leader's order, or None if there is none in time."""
-        self._expected = (fragment, tick, claim)
-        self.schema_hash = schema_hash(fragment, claim)
+        self._search = search
+        self.schema_hash = search.schema_hash
         try:
             group = await self.look_for_group(search)
         except (
@@ -142,12 +151,12 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
             # AssertionError: hivemind checks a leader's answer by assert; a leader that names nonsense has no group.
             return None
         finally:
-            self._expected = None
+            self._search = None
         if group is None:
             return None
         members = []
         for peer_id, blob in zip(group.peer_ids, group.gathered, strict=True):
-            announcement = self._valid_announcement(peer_id, blob, fragment, tick, claim)
+            announcement = self._valid_announcement(peer_id, blob, search)
             if announcement is None:
                 return None
             members.append(_member(peer_id, announcement))
@@ -160,8 +169,8 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         """Admit only followers whose signed announcement is valid and for this very round."""
-        expected = self._expected
-        if expected is not None and self._valid_announcement(context.remote_id, request.gather, *expected) is None:
+        search = self._search
+        if search is not None and self._valid_announcement(context.remote_id, request.gather, search) is None:
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         if len(self.current_followers) + 1 >= MAX_GROUP_SIZE:
@@ -170,15 +179,32 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         async for message in super().rpc_join_group(request, context):
             yield message
 
-    def _valid_announcement(
-        self, peer_id: PeerID, blob: bytes, fragment: int, tick: int, claim: Claim
-    ) -> RoundAnnouncement | None:
+    async def _request_join_group(self, leader: PeerID) -> Any:
+        search, leader_id = self._search, leader.to_bytes()
+        if search is None or leader_id in self._silent_leaders.distrusted(search.now()):
+            return None
+        group = None
+        try:
+            group = await super()._request_join_group(leader)
+        finally:
+            # One that has too few followers says so when the tick begins.
+            if group is not None:
+                self._silent_leaders.answered(leader_id)
+            elif search.now() >= (search.scheduled_time + search.deadline) / 2:
+                self._silent_leaders.failed(leader_id, search.now())
+        return group
+
+    def _valid_announcement(self, peer_id: PeerID, blob: bytes, search: GroupSearch) -> RoundAnnouncement | None:
         try:
             announcement = open_announcement(peer_id.to_bytes(), blob, self._run_id)
         except RecordError:
             return None
-        same_round = (announcement.fragment, announcement.tick) == (fragment, tick)
-        same_base = (announcement.version, announcement.digest) == (claim.version, claim.digest)
+        same_round = (announcement.fragment, announcement.tick, announcement.attempt) == (
+            search.fragment,
+            search.tick,
+            search.attempt,
+        )
+        same_base = (announcement.version, announcement.digest) == (search.claim.version, search.claim.digest)
         whole = bool(announcement.spans) and announcement.spans[-1][1] == self._size
         possible = announcement.samples_total <= self._possible_samples()
         return announcement if same_round and same_base and whole and possible else None
@@ -193,4 +219,6 @@ def _member(peer_id: PeerID, announcement: RoundAnnouncement) -> GroupMember:
         ),
         samples=announcement.samples_total,
         steps=announcement.steps_total,
+        kilobits_per_second=int(1000 * (announcement.megabits_per_second or 0.0)),
+        distrusted=announcement.distrusted,
     )

@@ -59,10 +59,12 @@ class ClockHeader(Header):
 
 
 class PartHeader(Header):
-    """One part of a sender's contribution: body is float32, little endian, exactly the part's elements."""
+    """One part of a sender's contribution, encoded; or, between groups, a weighted sum (float32, little endian)."""
 
     group_id: Annotated[bytes, Field(min_length=8, max_length=64)]
     part: Annotated[int, Field(ge=0, le=2**20)]
+    included: Annotated[bytes, Field(max_length=MAX_GROUP_SIZE // 8)] = b""
+    """Of a sum: bit i says whether member i is in it."""
 
 
 class AverageHeader(Header):

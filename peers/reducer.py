@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from peers.closing import ENOUGH_WEIGHT
 from peers.codecs import Codec, Float32, MalformedBody
 from peers.ledger import PendingSpan
 from peers.messages import mask_of
 from peers.residual import pack
+from peers.round_plan import RoundPlan
 from peers.weighting import Weighting, get_weighting
 
 MAX_ABSOLUTE_DIFFERENCE = 1e4
@@ -43,21 +45,52 @@ class InvalidPart(ValueError):
 class Averaged:
     """An averaged part: the bytes that everyone gets, what they decode to, who is in it (indices and as a mask)."""
 
-    payload: bytes
+    payload: bytes | memoryview
     values: torch.Tensor
     """Float32 ``(size,)``."""
     included: frozenset[int]
     mask: bytes
 
 
-class _OpenPart:
-    """A part that is still being added up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How a run averages: what its manifest says, as objects."""
 
-    def __init__(self, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self.sum: torch.Tensor | None = None
+    codec: Codec = PLAIN
+    """How contributions travel."""
+    answer_codec: Codec = PLAIN
+    """How averages travel."""
+    weighting: Weighting = BY_SAMPLES
+    batch_size: int = MAX_BATCH
+    """No inner step holds more samples."""
+
+    def steps(self, span: PendingSpan) -> int:
+        """Inner steps, as many as can be: understating or, with fednova, overstating them would raise a weight."""
+        return min(max(span.steps, -(-span.samples // self.batch_size)), max(1, span.samples))
+
+    def value_weight(self, span: PendingSpan) -> float:
+        return self.weighting.value_weight(span.samples, self.steps(span))
+
+
+class _OpenPart:
+    """A part that is still being added up.
+
+    :param sum: zeros, float32 ``(stop - start,)``: where to add up
+    :param at_root: whether it is averaged here
+    :param sources: members whose bytes are waited for
+    :param weights: of every member that may be in it
+    """
+
+    def __init__(
+        self, start: int, stop: int, sum: torch.Tensor, at_root: bool, sources: set[int], weights: dict[int, float]
+    ) -> None:
+        self.start, self.stop, self.sum, self.at_root = start, stop, sum, at_root
+        self.waiting_for = sources
+        self.weights = weights
         self.included: set[int] = set()
         self.lock = asyncio.Lock()
+        self.closed = False
+        self.summed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.result: asyncio.Future[Averaged] = asyncio.get_running_loop().create_future()
 
     @property
@@ -71,15 +104,15 @@ class _OpenPart:
 
     def add(self, values: torch.Tensor, weighted: Sequence[tuple[slice, float]]) -> None:
         """Add ``values`` (float32, ``(size,)``) with a weight for each stretch."""
-        if self.sum is None:
-            self.sum = torch.zeros(self.size)
         for where, weight in weighted:
             self.sum[where].add_(values[where], alpha=weight)
 
+    def add_sum(self, values: torch.Tensor) -> None:
+        """Add another group's weighted sum, float32 ``(size,)``."""
+        self.sum.add_(values)
+
     def average(self, normalisers: Sequence[tuple[slice, float]]) -> torch.Tensor:
-        """Sum over normalisers, float32 ``(size,)``; where that is 0, nobody has weight and the average is 0."""
-        if self.sum is None:
-            return torch.zeros(self.size)
+        """Sum over normalisers, in place; where that is 0, nobody has weight and the average is 0."""
         for where, normaliser in normalisers:
             if normaliser > 0:
                 self.sum[where].div_(normaliser)
@@ -87,153 +120,252 @@ class _OpenPart:
                 self.sum[where].zero_()
         return self.sum
 
+    def enough(self) -> bool:
+        """Whether what is missing is a small part of the weight that is expected."""
+        there = math.fsum(self.weights[member] for member in self.included)
+        return there >= ENOUGH_WEIGHT * math.fsum(self.weights.values())
+
+    def fail(self, reason: str) -> None:
+        """There will be no average: everybody who waits for it must hear of it."""
+        self.closed = True
+        for future in (self.summed, self.result):
+            if not future.done():
+                future.set_exception(InvalidPart(reason))
+                future.exception()  # read here, so that a part nobody asks for is not reported as unhandled
+
 
 class PartReducer:
-    """Averages the parts that fall to this peer.
+    """Averages the parts that fall to this peer, or adds up its group's for the part's root (``round_plan.py``).
 
-    :param ranges: element ranges of the parts within the fragment
-    :param spans: for each member of the group, its pending spans as signed in its announcement; a member's weight
-        in an element follows from its samples and steps there. A weight on the wire does not exist.
-    :param minimum: a part closed with fewer contributions has no average, which voids the round
-    :param codec: how contributions come
-    :param answer_codec: how averages go out
+    A member's weight in an element follows from the samples and steps of its pending spans, as signed in its
+    announcement. A weight on the wire does not exist.
+
+    :param own_index: this peer among the plan's members
+    :param out: float32 ``(plan.size,)``, zeros in this peer's own share, which is added up and averaged there
     :param residual: what earlier averages of these elements left out, or None; it goes into this one
-    :param weighting: how a member's samples and steps count
-    :param batch_size: no inner step holds more samples
     """
 
     def __init__(
         self,
-        ranges: Sequence[tuple[int, int]],
-        spans: Sequence[Sequence[PendingSpan]],
-        minimum: int,
-        codec: Codec = PLAIN,
-        answer_codec: Codec = PLAIN,
+        plan: RoundPlan,
+        own_index: int,
+        rules: Rules,
+        out: torch.Tensor,
         residual: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
-        weighting: Weighting = BY_SAMPLES,
-        batch_size: int = MAX_BATCH,
     ) -> None:
-        self._codec, self._answer_codec, self._residual = codec, answer_codec, residual
-        self._weighting, self._batch_size = weighting, batch_size
+        self._plan, self._own_index, self._rules, self._residual = plan, own_index, rules, residual
+        self._minimum = min(2, len(plan.members))
+        self._group = set(plan.groups[plan.group_of(own_index)])
+        share = plan.share_of(own_index)
+        self._counterparts = {} if share is None else {index: plan.group_of(index) for index in share.reducers}
+        self._counterparts.pop(own_index, None)
+        self._hurried = False
         self.left_out: dict[tuple[int, int], bytes] = {}
         """What this round's averages left out, packed, by element range."""
-        self._parts = [_OpenPart(start, stop) for start, stop in ranges]
-        self._spans = spans
-        self._minimum = minimum
-        self.expected = set(range(len(spans)))
         self.rejected: dict[int, str] = {}
+        self.parts: list[_OpenPart] = []
+        self.rooted: dict[int, list[int]] = {index: [] for index in (own_index, *self._counterparts)}
+        """For each reducer of this share, the parts whose root it is."""
+        for number, (start, stop) in enumerate(share.parts if share is not None else ()):
+            root = share.root(number) if share is not None else own_index
+            self.rooted[root].append(number)
+            at_root = root == own_index
+            scope = range(len(plan.members)) if at_root else self._group
+            self.parts.append(
+                _OpenPart(
+                    start,
+                    stop,
+                    out[start:stop],
+                    at_root,
+                    self._group | (set(self._counterparts) if at_root else set()),
+                    {member: self._total_weight(member, start, stop) for member in scope},
+                )
+            )
 
     @property
     def num_parts(self) -> int:
-        return len(self._parts)
+        return len(self.parts)
+
+    def expected_from(self, source: int) -> Sequence[int]:
+        """The parts that a member sends to this peer, in order; none if there is no reason for it to."""
+        if source in self._group:
+            return range(self.num_parts)
+        return self.rooted[self._own_index] if source in self._counterparts else ()
 
     def result(self, part: int) -> asyncio.Future[Averaged]:
-        """Resolves when the part is closed; fails with InvalidPart if too few contributed."""
-        return self._parts[part].result
+        """Resolves when the average is there; fails with InvalidPart if there will be none."""
+        return self.parts[part].result
 
-    def decode(self, part: int, body: bytes | memoryview) -> torch.Tensor:
-        """Check a contribution's body and decode it to float32 ``(size,)``. :raises InvalidPart: with the reason."""
-        if not 0 <= part < len(self._parts):
-            raise InvalidPart(f"part {part} of {len(self._parts)}")
-        return decode_values(self._codec, body, self._parts[part].size)
+    def summed(self, part: int) -> asyncio.Future[None]:
+        """Resolves when a part whose root is another is added up; fails with InvalidPart if nobody is in it."""
+        return self.parts[part].summed
 
-    async def add(self, member: int, part: int, values: torch.Tensor) -> None:
-        """Count a member's values in a part, unless the member was left out or the part is closed."""
+    def decode(self, source: int, part: int, body: bytes | memoryview) -> torch.Tensor:
+        """Check a body and decode it to float32 ``(size,)``. :raises InvalidPart: with the reason."""
+        if not 0 <= part < len(self.parts):
+            raise InvalidPart(f"part {part} of {len(self.parts)}")
+        open_part = self.parts[part]
+        if source in self._group:
+            return decode_values(self._rules.codec, body, open_part.size)
+        heaviest = max((self._weight(member, open_part) for member in self._members_of(source)), default=0.0)
+        limit = MAX_ABSOLUTE_DIFFERENCE * max(1.0, heaviest) * len(self._members_of(source))
+        return decode_values(PLAIN, body, open_part.size, limit)
+
+    def _members_of(self, counterpart: int) -> tuple[int, ...]:
+        return self._plan.groups[self._counterparts[counterpart]]
+
+    def _weight(self, member: int, part: _OpenPart) -> float:
+        """A member's highest weight in any element of a part."""
+        return max(
+            (
+                self._rules.value_weight(span)
+                for span in self._plan.members[member].spans
+                if span.start < part.stop and part.start < span.stop
+            ),
+            default=0.0,
+        )
+
+    def _total_weight(self, member: int, start: int, stop: int) -> float:
+        """A member's weight, summed over elements."""
+        return math.fsum(
+            max(0, min(span.stop, stop) - max(span.start, start)) * self._rules.value_weight(span)
+            for span in self._plan.members[member].spans
+        )
+
+    async def add(self, source: int, part: int, values: torch.Tensor, included: Collection[int] | None = None) -> None:
+        """Count a member's values in a part, unless the member was left out or the part is closed.
+
+        :param included: whose contributions a counterpart's sum holds
+        :raises InvalidPart: a counterpart names members of other groups
+        """
+        if included is not None and not (included and set(included) <= set(self._members_of(source))):
+            raise InvalidPart("a sum over nobody, or over members of another group")
         # A sender that hangs up in the middle must not leave its values in the sum and its name out of the list.
-        await asyncio.shield(asyncio.ensure_future(self._add(member, self._parts[part], values)))
+        await asyncio.shield(asyncio.ensure_future(self._add(source, self.parts[part], values, included)))
 
-    async def _add(self, member: int, part: _OpenPart, values: torch.Tensor) -> None:
-        weighted = self._weighted(member, part)
+    async def _add(self, source: int, part: _OpenPart, values: torch.Tensor, included: Collection[int] | None) -> None:
+        weighted = self._weighted(source, part)
         async with part.lock:
-            if part.result.done() or member not in self.expected or member in part.included:
+            if part.closed or source not in part.waiting_for:
                 return
-            await off_loop(part.size, part.add, values, weighted)
-            part.included.add(member)
+            if included is None:
+                await off_loop(part.size, part.add, values, weighted)
+                part.included.add(source)
+            else:
+                await off_loop(part.size, part.add_sum, values)
+                part.included |= set(included)
+            part.waiting_for.discard(source)
         await self._close_if_complete(part)
 
-    async def leave_out(self, member: int, reason: str) -> None:
+    async def leave_out(self, source: int, reason: str) -> None:
         """Wait for this member no longer; what it already delivered stays counted."""
-        if member in self.expected:
-            self.expected.discard(member)
-            self.rejected[member] = reason
-            for part in self._parts:
+        for part in self.parts:
+            if source in part.waiting_for and not part.closed:
+                part.waiting_for.discard(source)
+                self.rejected.setdefault(source, reason)
                 await self._close_if_complete(part)
 
+    async def hurry(self) -> None:
+        """The grace is over: what is missing is waited for only where it is more than a small part of the weight."""
+        self._hurried = True
+        for part in self.parts:
+            await self._close_if_complete(part)
+
+    async def close_group(self) -> None:
+        """The deadline for this group's members; counterparts, which wait as long for theirs, may take longer."""
+        for member in self._group:
+            await self.leave_out(member, "missed the deadline")
+
     async def close(self) -> None:
-        """The deadline: every open part is averaged over what it has."""
-        for part in self._parts:
-            for member in self.expected - part.included:
-                self.rejected.setdefault(member, "missed the deadline")
-            async with part.lock:
-                await self._finish(part)
+        """The deadline for everybody: every open part is averaged over what it has."""
+        await self.close_group()
+        for counterpart in self._counterparts:
+            await self.leave_out(counterpart, "missed the deadline")
 
     async def _close_if_complete(self, part: _OpenPart) -> None:
+        if part.waiting_for and not (self._hurried and part.enough()):
+            return
         async with part.lock:
-            if part.included >= self.expected:
+            if not part.closed:
                 await self._finish(part)
 
     async def _finish(self, part: _OpenPart) -> None:
-        if part.result.done():
+        for member in part.waiting_for:
+            self.rejected.setdefault(member, "was late; the others had nearly all of the weight")
+        if not part.at_root:
+            if part.included:
+                part.closed = True
+                part.summed.set_result(None)
+            else:
+                part.fail("no contribution arrived")
             return
         if len(part.included) < self._minimum:
-            part.result.set_exception(InvalidPart(f"only {len(part.included)} contribution(s) arrived"))
-            part.result.exception()  # read here, so that a part nobody asks for is not reported as unhandled
+            part.fail(f"only {len(part.included)} contribution(s) arrived")
             return
+        part.closed = True
         try:
-            values, payload = await off_loop(part.size, self._encode, part)
-        except Exception as error:  # whatever it is, everybody who waits for this part must hear of it
-            part.result.set_exception(InvalidPart(f"could not be averaged: {error}"))
-            part.result.exception()
+            payload = await off_loop(part.size, self._encode, part)
+        except Exception as error:
+            part.fail(f"could not be averaged: {error}")
             return
-        part.sum = None
-        part.result.set_result(
-            Averaged(
-                payload=payload,
-                values=values,
-                included=frozenset(part.included),
-                mask=mask_of(part.included, len(self._spans)),
-            )
+        part.result.set_result(self._averaged(part, payload, part.included))
+
+    def _averaged(self, part: _OpenPart, payload: bytes | memoryview, included: Collection[int]) -> Averaged:
+        return Averaged(
+            payload=payload,
+            values=part.sum,
+            included=frozenset(included),
+            mask=mask_of(set(included), len(self._plan.members)),
         )
 
-    def _encode(self, part: _OpenPart) -> tuple[torch.Tensor, bytes]:
-        """Average and encode a part, once for everyone: what they decode it to, and the bytes."""
+    def relayed(self, part: int, payload: bytes | memoryview, values: torch.Tensor, included: Collection[int]) -> None:
+        """The root has answered: what its average decodes to, and the bytes to pass on."""
+        open_part = self.parts[part]
+        open_part.sum.copy_(values)
+        if not open_part.result.done():
+            open_part.result.set_result(self._averaged(open_part, payload, included))
+
+    def void(self, parts: Sequence[int], reason: str) -> None:
+        """The root of these parts will not answer."""
+        for part in parts:
+            if not self.parts[part].result.done():
+                self.parts[part].fail(reason)
+
+    def _encode(self, part: _OpenPart) -> bytes | memoryview:
+        """Average and encode a part, once for everyone; ``part.sum`` becomes what they decode it to."""
         mean = part.average(self._normalisers(part))
         check_values(mean)  # nobody would take another
-        if self._answer_codec.lossless:
-            return mean, self._answer_codec.encode(mean)
+        codec = self._rules.answer_codec
+        if codec.lossless:
+            return codec.encode(mean)
         before = self._residual(part.start, part.stop)
         if before is not None:
             mean.add_(before)
-        payload = self._answer_codec.encode(mean)
-        decoded = self._answer_codec.decode(payload, part.size)
+        payload = codec.encode(mean)
+        decoded = codec.decode(payload, part.size)
         self.left_out[part.start, part.stop] = pack(mean.sub_(decoded))
-        return decoded, payload
+        mean.copy_(decoded)
+        return payload
 
     def _weighted(self, member: int, part: _OpenPart) -> list[tuple[slice, float]]:
         """A member's weight in each stretch of a part."""
-        return [
-            (part.stretch(span), self._weighting.value_weight(span.samples, self._steps(span)))
-            for span in self._spans[member]
-        ]
+        return [(part.stretch(span), self._rules.value_weight(span)) for span in self._plan.members[member].spans]
 
     def _normalisers(self, part: _OpenPart) -> list[tuple[slice, float]]:
         """What to divide by in each stretch in which no included member's counts change."""
-        spans = [self._spans[member] for member in sorted(part.included)]
+        weighting = self._rules.weighting
+        spans = [self._plan.members[member].spans for member in sorted(part.included)]
         cuts = {part.start, part.stop}
         for own in spans:
             cuts |= {cut for span in own for cut in (span.start, span.stop) if part.start < cut < part.stop}
         found = []
         for low, high in pairwise(sorted(cuts)):
             there = [span for own in spans for span in own if span.start <= low and high <= span.stop]
-            terms = [self._weighting.normaliser_terms(span.samples, self._steps(span)) for span in there]
+            terms = [weighting.normaliser_terms(span.samples, self._rules.steps(span)) for span in there]
             total = tuple(math.fsum(column) for column in zip(*terms, strict=True))
-            normaliser = self._weighting.normaliser(total) if total else 0.0
+            normaliser = weighting.normaliser(total) if total else 0.0
             found.append((slice(low - part.start, high - part.start), normaliser))
         return found
-
-    def _steps(self, span: PendingSpan) -> int:
-        """Inner steps, as many as can be: understating or, with fednova, overstating them would raise a weight."""
-        return min(max(span.steps, -(-span.samples // self._batch_size)), max(1, span.samples))
 
 
 async def off_loop(elements: int, work: Callable[..., Result], *arguments: Any) -> Result:
@@ -243,7 +375,9 @@ async def off_loop(elements: int, work: Callable[..., Result], *arguments: Any) 
     return await asyncio.shield(asyncio.to_thread(work, *arguments))
 
 
-def decode_values(codec: Codec, body: bytes | memoryview, size: int) -> torch.Tensor:
+def decode_values(
+    codec: Codec, body: bytes | memoryview, size: int, limit: float = MAX_ABSOLUTE_DIFFERENCE
+) -> torch.Tensor:
     """A remote peer's bytes as float32 ``(size,)``; possibly a view of them, so not to be written to.
 
     :raises InvalidPart: not an encoding of so many values, or a magnitude no honest difference has.
@@ -253,21 +387,21 @@ def decode_values(codec: Codec, body: bytes | memoryview, size: int) -> torch.Te
             raise InvalidPart(f"{len(body)} bytes instead of {size * FLOAT32.itemsize}")
         raw = np.frombuffer(body, dtype=FLOAT32)
         values = torch.from_numpy(raw.astype(np.float32, copy=not raw.flags.writeable))
-        check_values(values)
+        check_values(values, limit)
         return values
     try:
         values = codec.decode(body, size)
     except MalformedBody as error:
         raise InvalidPart(str(error)) from error
-    check_values(values)
+    check_values(values, limit)
     return values
 
 
-def check_values(values: torch.Tensor) -> None:
+def check_values(values: torch.Tensor, limit: float = MAX_ABSOLUTE_DIFFERENCE) -> None:
     """Our own contribution is held to it as well: a model that diverged must not break everyone's base.
 
     :raises InvalidPart: NaN or inf, or a magnitude no honest difference has.
     """
     largest = max(float(values.max()), -float(values.min())) if values.numel() else 0.0
-    if not largest <= MAX_ABSOLUTE_DIFFERENCE:  # also true for NaN
+    if not largest <= limit:  # also true for NaN
         raise InvalidPart(f"values up to {largest:g}")

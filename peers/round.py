@@ -1,15 +1,15 @@
 """One round of one fragment: an all-reduce that a peer commits whole or not at all (invariant 3).
 
-Every member is a reducer for an equal share of the fragment, cut into parts. It streams its contribution to the
-other reducers part by part and gets back, for each part, the average (the same bytes for everyone) and who is in
-it. A member whose answers are incomplete at the deadline returns no result: nothing has changed for it, and it
-learns from a receipt later whether the others counted it. A member goes on reducing for the others all the same.
+Who reduces what is said in ``round_plan.py``. A member streams its contribution to the reducers of its group part by
+part and gets back, for each part, the average (the same bytes for everyone) and who is in it. With several groups, a
+part's reducers exchange their groups' sums before (``_relay``). A member whose answers are incomplete at the deadline
+returns no result: nothing has changed for it, and it learns from a receipt later whether the others counted it. It
+goes on reducing for the others all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,33 +19,23 @@ from google.protobuf.message import DecodeError
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from peers.codecs import Codec
+from peers.closing import ClosingTimes, RateMeter
 from peers.contribution import Decoded
-from peers.ledger import PendingSpan
 from peers.messages import (
     Average,
     AveragedPart,
     AverageHeader,
-    Contributor,
     Part,
     PartHeader,
-    Receipt,
     indices_of,
+    mask_of,
 )
-from peers.reducer import (
-    BY_SAMPLES,
-    FLOAT32,
-    MAX_BATCH,
-    PLAIN,
-    InvalidPart,
-    PartReducer,
-    check_values,
-    decode_values,
-    off_loop,
-)
-from peers.weighting import Weighting
+from peers.reducer import FLOAT32, InvalidPart, PartReducer, Rules, check_values, decode_values, off_loop
+from peers.round_plan import RoundPlan, Share
 
 CallReducer = Callable[[PeerID, AsyncIterator[Part]], Awaitable[AsyncIterator[Average]]]
+TakeAverage = Callable[[int, "bytes | memoryview", torch.Tensor, "set[int]"], None]
+"""Is given a part's number, its average's bytes, what they decode to, and who is in it."""
 TRANSPORT_ERRORS = (
     P2PDaemonError,
     P2PHandlerError,
@@ -57,35 +47,6 @@ TRANSPORT_ERRORS = (
     DecodeError,
 )
 """What a call to another peer can end in, its answer being no answer at all included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupMember:
-    """A member as its signed announcement describes it."""
-
-    peer_id: PeerID
-    spans: tuple[PendingSpan, ...]
-    samples: int
-    steps: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundPlan:
-    """What all members of a group know alike before the first byte is sent."""
-
-    group_id: bytes
-    tick: int
-    fragment: int
-    size: int
-    members: tuple[GroupMember, ...]
-    ranges: tuple[tuple[tuple[int, int], ...], ...]
-    """For each reducer, the element ranges of its parts."""
-
-    def index(self, peer_id: PeerID) -> int | None:
-        for position, member in enumerate(self.members):
-            if member.peer_id == peer_id:
-                return position
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,71 +63,17 @@ class RoundVoid(Exception):
     """This peer has no complete average; the text says why. The contribution is carried on."""
 
 
-def split_fragment(size: int, reducers: int, part_elements: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Equal shares for the reducers, each cut into parts of at most ``part_elements``; integers only."""
-    borders = [size * index // reducers for index in range(reducers + 1)]
-    return tuple(
-        tuple(
-            (start, min(start + part_elements, borders[index + 1]))
-            for start in range(borders[index], borders[index + 1], part_elements)
-        )
-        for index in range(reducers)
-    )
-
-
-def deadline_seconds(recent_seconds: Sequence[float], cycle_seconds: float) -> float:
-    """How long a reducer waits for senders: from the transfers measured so far, within a share of the cycle.
-
-    Median plus three median absolute deviations, doubled, since a round that took longer was not seen yet; before
-    any measurement half a cycle. Never under 0.5 s, which a busy machine needs, never over one cycle.
-    """
-    if not recent_seconds:
-        return max(0.5, cycle_seconds / 2)
-    median = statistics.median(recent_seconds)
-    spread = statistics.median(abs(value - median) for value in recent_seconds)
-    return min(max(0.5, 2 * (median + 3 * spread) + 0.5), max(0.5, cycle_seconds))
-
-
-def receipt_for(plan: RoundPlan, parts: Sequence[AveragedPart], version: int) -> Receipt:
-    """The receipt that goes with the base of ``version`` this round makes; neighbours that hold the same are one."""
-    joined: list[AveragedPart] = []
-    for part in parts:
-        last = joined[-1] if joined else None
-        if last is not None and (last.stop, last.included) == (part.start, part.included):
-            joined[-1] = AveragedPart(start=last.start, stop=part.stop, included=part.included)
-        else:
-            joined.append(part)
-    return Receipt(
-        version=version,
-        tick=plan.tick,
-        contributors=[
-            Contributor(peer_id=member.peer_id.to_bytes(), samples=member.samples, steps=member.steps)
-            for member in plan.members
-        ],
-        parts=joined,
-    )
-
-
-def element_samples(plan: RoundPlan, parts: Sequence[AveragedPart]) -> int:
-    """Sum over elements of the samples that the round adds to the lineage; an exact integer."""
-    total = 0
-    for part in parts:
-        for index in part.included:
-            for span in plan.members[index].spans:
-                overlap = min(span.stop, part.stop) - max(span.start, part.start)
-                total += max(0, overlap) * span.samples
-    return total
+class _EndedEarly(InvalidPart):
+    """A reducer has given up on a part."""
 
 
 class Round:
-    """This peer's side of one round: sender to every reducer, and reducer of its own share.
+    """This peer's side of one round: sender to its group's reducers, and perhaps a reducer itself.
 
     :param contribution: local parameters minus base, float32 ``(plan.size,)``; not changed
-    :param wait_seconds: how long this reducer waits for senders
-    :param codec: how contributions travel
-    :param answer_codec: how averages travel
+    :param times: when this reducer closes what is not complete
     :param residual: what earlier averages of a range left out, for ``PartReducer``
-    :param weighting: how samples and steps count, ``batch_size`` samples a step at most
+    :param on_arrival: told, for each member whose contribution is complete here, the seconds since the round began
     """
 
     def __init__(
@@ -175,42 +82,47 @@ class Round:
         own_id: PeerID,
         contribution: torch.Tensor,
         call_reducer: CallReducer,
-        wait_seconds: float,
+        times: ClosingTimes,
+        rules: Rules,
         *,
-        codec: Codec = PLAIN,
-        answer_codec: Codec = PLAIN,
         residual: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
-        weighting: Weighting = BY_SAMPLES,
-        batch_size: int = MAX_BATCH,
+        on_arrival: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         own_index = plan.index(own_id)
         if own_index is None:
             raise RoundVoid("the group does not contain this peer")
         self.plan = plan
         self.own_index: int = own_index
+        self._group = plan.group_of(own_index)
         self._contribution = contribution
         self._call_reducer = call_reducer
-        self._wait_seconds = wait_seconds
-        self._codec, self._answer_codec = codec, answer_codec
+        self._times, self._rules, self._on_arrival = times, rules, on_arrival
+        # Reducers of another group wait for their members until the deadline before they send their sum.
+        self._last_seconds = times.deadline_seconds * (2.0 if len(plan.groups) > 1 else 1.0)
         self.decoded: list[Decoded] = []
         """What a lossy codec made of the contribution where it has been sent; grows until the last duty is done."""
-        self.reducer = PartReducer(
-            plan.ranges[own_index],
-            [member.spans for member in plan.members],
-            minimum=min(2, len(plan.members)),
-            codec=codec,
-            answer_codec=answer_codec,
-            residual=residual,
-            weighting=weighting,
-            batch_size=batch_size,
-        )
-        self._average = torch.empty(plan.size)
+        self._average = torch.zeros(plan.size)
+        self.reducer = PartReducer(plan, own_index, rules, self._average, residual)
         self._included: dict[tuple[int, int], list[int]] = {}
+        self._sent: dict[tuple[int, int], int] = {}
+        """Bytes of what has gone out, by element range."""
         self._streaming: set[int] = set()
+        self._began = asyncio.get_running_loop().time()
+        self.meter = RateMeter(self._began)
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.answered: set[PeerID] = set()
+        """Reducers whose averages all came."""
         self.failed: dict[PeerID, str] = {}
         self._duties: list[asyncio.Task[None]] = []
+
+    @property
+    def longest_seconds(self) -> float:
+        """After this nobody can want anything of this round."""
+        return self._last_seconds * 1.5 + 2.0
+
+    def _seconds(self) -> float:
+        return asyncio.get_running_loop().time() - self._began
 
     async def run(self) -> RoundResult:
         """Take part until every answer is here.
@@ -218,13 +130,14 @@ class Round:
         :raises RoundVoid: as soon as one answer will not come, with the reason. What this peer owes the others, its
             contribution to their parts and their averages of its own, goes on in the background until the deadline.
         """
-        exchanges = [
-            asyncio.create_task(self._exchange(index))
-            for index in range(len(self.plan.members))
-            if self.plan.ranges[index]
+        exchanges = [asyncio.create_task(self._exchange(share)) for share in self.plan.shares if share.parts]
+        relays = [
+            asyncio.create_task(self._relay(root, parts))
+            for root, parts in self.reducer.rooted.items()
+            if parts and root != self.own_index
         ]
-        closing = asyncio.create_task(self._close_at_deadline())
-        self._duties = [*exchanges, closing]
+        closing = asyncio.create_task(self._close_in_time())
+        self._duties = [*exchanges, *relays, closing]
         for duty in self._duties:
             duty.add_done_callback(_retrieve)
         await asyncio.wait(exchanges, return_when=asyncio.FIRST_EXCEPTION)
@@ -248,15 +161,18 @@ class Round:
         sender = self.plan.index(remote_id)
         if sender is None or sender == self.own_index or sender in self._streaming:
             return
+        expected = self.reducer.expected_from(sender)
+        if not expected:
+            return
         self._streaming.add(sender)
-        counting = asyncio.create_task(self._count(stream, sender))
+        counting = asyncio.create_task(self._count(stream, sender, expected))
         try:
-            for part in range(self.reducer.num_parts):
+            for part in expected:
                 averaged = await asyncio.shield(self.reducer.result(part))
                 self.bytes_sent += len(averaged.payload)
                 yield Average(AverageHeader(part=part, included=averaged.mask), averaged.payload)
             # The daemon resets a stream that we close before the sender's end mark has come, and drops our answers.
-            await asyncio.wait({counting}, timeout=self._wait_seconds)
+            await asyncio.wait({counting}, timeout=self._last_seconds)
         except InvalidPart:
             return
         finally:
@@ -264,102 +180,164 @@ class Round:
                 counting.cancel()
                 await self.reducer.leave_out(sender, "closed its stream")
 
-    async def _count(self, stream: AsyncIterator[Part], sender: int) -> None:
-        expected = 0
+    async def _count(self, stream: AsyncIterator[Part], sender: int, expected: Sequence[int]) -> None:
+        """Parts of a member's contribution, or of a counterpart's sum of its group."""
+        received = 0
+        counterpart = sender not in self.plan.groups[self._group]
         try:
             async for message in stream:
                 header = message.header
-                if header is None or header.part != expected or header.group_id != self.plan.group_id:
-                    raise InvalidPart("a malformed part or one out of order")
-                if expected >= self.reducer.num_parts:
-                    raise InvalidPart("more parts than there are")
-                start, stop = self.plan.ranges[self.own_index][expected]
-                values = await off_loop(stop - start, self.reducer.decode, expected, message.body)
+                if header is None or header.group_id != self.plan.group_id:
+                    raise InvalidPart("a malformed part")
+                if received >= len(expected) or header.part != expected[received]:
+                    raise InvalidPart("a part out of order, or more parts than there are")
+                included = indices_of(header.included, len(self.plan.members)) if counterpart else None
+                if counterpart and not included:
+                    raise InvalidPart("a sum over nobody")
+                part = self.reducer.parts[header.part]
+                values = await off_loop(part.size, self.reducer.decode, sender, header.part, message.body)
                 self.bytes_received += len(message.body)
-                await self.reducer.add(sender, expected, values)
-                expected += 1
-            if expected < self.reducer.num_parts:
-                raise InvalidPart(f"sent {expected} of {self.reducer.num_parts} parts")
+                self.meter.note(asyncio.get_running_loop().time(), down=len(message.body))
+                await self.reducer.add(sender, header.part, values, included)
+                received += 1
+            if received < len(expected):
+                raise InvalidPart(f"sent {received} of {len(expected)} parts")
+            if not counterpart:
+                self._on_arrival(self._seconds())
         except (InvalidPart, *TRANSPORT_ERRORS) as error:
             await self.reducer.leave_out(sender, str(error))
 
-    async def _close_at_deadline(self) -> None:
-        await asyncio.sleep(self._wait_seconds)
+    async def _close_in_time(self) -> None:
+        await asyncio.sleep(self._times.grace_seconds)
+        await self.reducer.hurry()
+        await asyncio.sleep(self._times.deadline_seconds - self._times.grace_seconds)
+        await self.reducer.close_group()
+        await asyncio.sleep(self._last_seconds - self._times.deadline_seconds)
         await self.reducer.close()
 
-    async def _exchange(self, index: int) -> None:
-        """Send this peer's contribution to one reducer and take its averages."""
+    async def _exchange(self, share: Share) -> None:
+        """Send this peer's contribution to its group's reducer of a share and take the averages."""
+        index = share.reducers[self._group]
         if index == self.own_index:
-            await self._reduce_own()
+            await self._reduce_own(share)
             return
+
+        def take(number: int, payload: memoryview | bytes, values: torch.Tensor, included: set[int]) -> None:
+            start, stop = share.parts[number]
+            self._average[start:stop] = values
+            self._included[start, stop] = sorted(included)
+
+        reason = await self._talk_to(index, self._parts_for(share), range(len(share.parts)), share, take)
+        if reason:
+            raise RoundVoid(f"reducer {str(self.plan.members[index].peer_id)[-6:]} {reason}")
+
+    async def _relay(self, root: int, parts: Sequence[int]) -> None:
+        """Send our group's sums of these parts to their root, and pass its averages on."""
+        share = self.plan.share_of(self.own_index)
+        if share is None:
+            return
+
+        def take(number: int, payload: memoryview | bytes, values: torch.Tensor, included: set[int]) -> None:
+            self.reducer.relayed(number, payload, values, included)
+
+        reason = await self._talk_to(root, self._sums_for(parts), parts, share, take)
+        if reason:
+            self.reducer.void(parts, f"their root {str(self.plan.members[root].peer_id)[-6:]} {reason}")
+
+    async def _talk_to(
+        self, index: int, requests: AsyncIterator[Part], expected: Sequence[int], share: Share, take: TakeAverage
+    ) -> str:
+        """One exchange with a reducer; why it failed, or nothing."""
         reducer = self.plan.members[index].peer_id
+        at_root = len(self.plan.groups) == 1 or index not in self.plan.groups[self._group]
+        # Longer than the other side may wait for others; who waits for a relay, longer than that waits for its root.
+        patience_seconds = self.longest_seconds - (1.0 if at_root else 0.0)
         try:
-            await asyncio.wait_for(self._talk_to(index, reducer), self._wait_seconds * 1.5 + 1.0)
+            await asyncio.wait_for(self._receive(reducer, requests, expected, share, take), patience_seconds)
         except TRANSPORT_ERRORS as error:
             reason = "did not answer in time" if isinstance(error, asyncio.TimeoutError) else "was lost"
-            self.failed[reducer] = reason
             if reason == "was lost" and index not in self._streaming:
                 await self.reducer.leave_out(index, reason)  # nothing will come from it: the others need not wait
-            raise RoundVoid(f"reducer {str(reducer)[-6:]} {reason}") from error
+        except _EndedEarly as error:
+            reason = f"answered only {error}"
+            if not at_root:
+                return reason  # not its fault: the root of a part was lost
         except InvalidPart as error:
-            self.failed[reducer] = str(error)
-            raise RoundVoid(f"reducer {str(reducer)[-6:]} answered wrongly: {error}") from error
+            reason = f"answered wrongly: {error}"
+        else:
+            self.answered.add(reducer)
+            return ""
+        self.failed[reducer] = reason
+        return reason
 
-    async def _talk_to(self, index: int, reducer: PeerID) -> None:
-        answers = await self._call_reducer(reducer, self._parts_for(index))
-        await self._receive(index, answers)
-
-    async def _parts_for(self, index: int) -> AsyncIterator[Part]:
-        for part, (start, stop) in enumerate(self.plan.ranges[index]):
+    async def _parts_for(self, share: Share) -> AsyncIterator[Part]:
+        for part, (start, stop) in enumerate(share.parts):
             body, decoded = await off_loop(stop - start, self._encode, start, stop)
             if decoded is not None:
                 self.decoded.append((start, stop, decoded))
             self.bytes_sent += len(body)
+            self._sent[start, stop] = len(body)
             yield Part(PartHeader(group_id=self.plan.group_id, part=part), body)
+
+    async def _sums_for(self, parts: Sequence[int]) -> AsyncIterator[Part]:
+        for number in parts:
+            try:
+                await asyncio.shield(self.reducer.summed(number))
+            except InvalidPart:
+                return  # nobody of our group is in it: the root goes on without us
+            part = self.reducer.parts[number]
+            body = part.sum.numpy().astype(FLOAT32, copy=False).data.cast("B")
+            self.bytes_sent += len(body)
+            self._sent[part.start, part.stop] = len(body)
+            included = mask_of(part.included, len(self.plan.members))
+            yield Part(PartHeader(group_id=self.plan.group_id, part=number, included=included), body)
 
     def _encode(self, start: int, stop: int) -> tuple[bytes | memoryview, torch.Tensor | None]:
         """A part's body, and what it decodes to if that is something else."""
-        values = self._contribution[start:stop]
-        if self._codec.lossless:
+        values, codec = self._contribution[start:stop], self._rules.codec
+        if codec.lossless:
             return values.numpy().astype(FLOAT32, copy=False).data.cast("B"), None  # sent from where it lies
-        body = self._codec.encode(values)
-        return body, self._codec.decode(body, stop - start)
+        body = codec.encode(values)
+        return body, codec.decode(body, stop - start)
 
-    async def _receive(self, index: int, answers: AsyncIterator[Average]) -> None:
-        ranges = self.plan.ranges[index]
+    async def _receive(
+        self, reducer: PeerID, requests: AsyncIterator[Part], expected: Sequence[int], share: Share, take: TakeAverage
+    ) -> None:
+        answers = await self._call_reducer(reducer, requests)
         received = 0
         async for message in answers:
             header = message.header
-            if header is None or header.part != received or received >= len(ranges):
+            if header is None or header.part != expected[received]:
                 raise InvalidPart("a malformed average or one out of order")
             included = indices_of(header.included, len(self.plan.members))
             if not included:
                 raise InvalidPart("an average of nobody")
-            start, stop = ranges[received]
-            values = await off_loop(stop - start, decode_values, self._answer_codec, message.body, stop - start)
+            start, stop = share.parts[header.part]
+            values = await off_loop(stop - start, decode_values, self._rules.answer_codec, message.body, stop - start)
             self.bytes_received += len(message.body)
-            self._average[start:stop] = values
-            self._included[start, stop] = sorted(included)
+            # What comes back has been there: that much of what we sent has arrived.
+            arrived = self._sent.get((start, stop), 0)
+            self.meter.note(asyncio.get_running_loop().time(), up=arrived, down=len(message.body))
+            take(header.part, message.body, values, included)
             received += 1
-            if received == len(ranges):
+            if received == len(expected):
                 with suppress(RuntimeError):
-                    await answers.aclose()  # type: ignore[attr-defined]  # hivemind returns an async generator
+                    await answers.aclose()  # type: ignore[attr-defined]  # it is an async generator
                 return
-        raise InvalidPart(f"{received} of {len(ranges)} averages")
+        raise _EndedEarly(f"{received} of {len(expected)} averages")
 
-    async def _reduce_own(self) -> None:
+    async def _reduce_own(self, share: Share) -> None:
         try:
-            for part, (start, stop) in enumerate(self.plan.ranges[self.own_index]):
+            for part, (start, stop) in enumerate(share.parts):
                 check_values(self._contribution[start:stop])
                 await self.reducer.add(self.own_index, part, self._contribution[start:stop])
         except InvalidPart as error:
             await self.reducer.leave_out(self.own_index, str(error))
-        for part, (start, stop) in enumerate(self.plan.ranges[self.own_index]):
+        for part, (start, stop) in enumerate(share.parts):
             try:
                 averaged = await asyncio.shield(self.reducer.result(part))
             except InvalidPart as error:
                 raise RoundVoid(str(error)) from error
-            self._average[start:stop] = averaged.values
             self._included[start, stop] = sorted(averaged.included)
 
 

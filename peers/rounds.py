@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from hivemind.p2p import PeerID
 
 from dht_config.keys import matchmaking_prefix
-from dht_config.records import RoundAnnouncement, sign_announcement
+from dht_config.records import MAX_DISTRUSTED, RoundAnnouncement, sign_announcement
 from peers.bases import BaseKeeper
+from peers.closing import LinkRate, Reliability, TransferTimes, closing_times
 from peers.codecs import get_codec
 from peers.context import RunContext
 from peers.contributed import note_contributed
@@ -24,8 +27,9 @@ from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
 from peers.pipe import Event, Rebased, SnapshotTaken
 from peers.presence import RECORD_SECONDS, Presence
-from peers.reducer import BY_SAMPLES, MAX_ABSOLUTE_DIFFERENCE, MAX_BATCH
-from peers.round import GroupMember, Round, RoundPlan, RoundVoid, deadline_seconds, split_fragment
+from peers.reducer import BY_SAMPLES, MAX_ABSOLUTE_DIFFERENCE, MAX_BATCH, Rules
+from peers.round import Round, RoundResult, RoundVoid
+from peers.round_plan import GroupMember, RoundPlan, plan_round
 from peers.servicer import SwarmServicer
 from peers.transport import Transport
 from peers.weighting import get_weighting
@@ -39,6 +43,8 @@ REGISTER_SECONDS = 5.0
 ROUNDS_UNKNOWN_PER_PEER = 4
 ENOUGH = 0.9
 """A step on averaged gradients needs this share of its global batch: rates that peers advertise differ for a moment."""
+ATTEMPTS = 3
+"""Of one tick's round: a group that lost a reducer re-forms without it while there is time."""
 MAX_SAMPLES_PER_SECOND = 1e6
 """No peer is this fast: bounds what one can announce since the run began, so that totals stay countable."""
 
@@ -50,10 +56,17 @@ class RoundKeeper:
         self._run, self._presence, self._bases, self._transport = run, presence, bases, transport
         averaging = run.manifest.averaging
         self._outer = build_outer_optimizer(run.manifest.outer_optimizer)
-        self._codec, self._answer_codec = get_codec(averaging.codec), get_codec(averaging.answer_codec)
         gradient = averaging.mode == "gradient"
-        self._weighting = BY_SAMPLES if gradient else get_weighting(averaging.weighting)
-        self._batch_size = MAX_BATCH if gradient else run.manifest.inner_optimizer.batch_size
+        self._rules = Rules(
+            codec=get_codec(averaging.codec),
+            answer_codec=get_codec(averaging.answer_codec),
+            weighting=BY_SAMPLES if gradient else get_weighting(averaging.weighting),
+            batch_size=MAX_BATCH if gradient else run.manifest.inner_optimizer.batch_size,
+        )
+        self._round_times, self._arrival_times = TransferTimes(), TransferTimes()
+        self._link_rate = LinkRate()
+        self._reducers = Reliability(run.schedule.cycle_seconds)
+        silent_leaders = Reliability(run.schedule.cycle_seconds)
         self._needed_samples = ENOUGH * averaging.global_batch
         self._rounds: dict[bytes, asyncio.Future[Round]] = {}
         self._guessing: Counter[PeerID] = Counter()
@@ -70,6 +83,7 @@ class RoundKeeper:
                 size=state.size,
                 present=presence.present,
                 possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
+                silent_leaders=silent_leaders,
             )
             self._matchmaking[matchmaking.group_key_manager.current_key] = matchmaking
 
@@ -145,6 +159,7 @@ class RoundKeeper:
             "weight": 0,
             "weight_share": 0.0,
             "seconds": 0.0,
+            "attempts": 0,
             "bytes_sent": 0,
             "bytes_received": 0,
         }
@@ -177,17 +192,58 @@ class RoundKeeper:
         if not bool((contribution.abs() <= MAX_ABSOLUTE_DIFFERENCE).all()):  # also true for NaN
             await self._discard_progress(state)
             raise RoundVoid("the local parameters had diverged; they were set back to the base")
-        group_id, members = await self._find_group(tick, state, taken, spans, begins)
-        plan = RoundPlan(
+        for attempt in range(ATTEMPTS):
+            report["attempts"] = attempt + 1
+            try:
+                await self._attempt(tick, attempt, begins, state, spans, contribution, report)
+                return
+            except _Lost as lost:
+                again = self._next_attempt(tick)
+                if again is None or attempt == ATTEMPTS - 1:
+                    raise
+                await self._presence.refresh()
+                if self._bases.better_claim(state) is not None:
+                    raise RoundVoid(f"{lost}; others have made the next base, which is fetched") from lost
+                begins = again
+
+    def _next_attempt(self, tick: int) -> float | None:
+        """When all that lost a reducer in these moments meet again; None if the fragment's next round is too near.
+
+        Moments a matchmaking's length apart, counted from the tick's beginning: whoever fails between two of them,
+        on whatever peer, comes to the same one.
+        """
+        lead = self._run.manifest.averaging.matchmaking_seconds
+        begins, now = self._run.schedule.begins(tick), self._run.clock.now()
+        again = begins + lead * math.ceil((now - begins) / lead + 1.0)
+        usual_seconds = self._round_times.expected_seconds(1) or 0.0
+        return again if again + usual_seconds + lead <= begins + self._run.schedule.cycle_seconds else None
+
+    async def _attempt(
+        self,
+        tick: int,
+        attempt: int,
+        begins: float,
+        state: FragmentState,
+        spans: tuple[PendingSpan, ...],
+        contribution: torch.Tensor,
+        report: dict[str, Any],
+    ) -> None:
+        """:raises _Lost: no group or no whole average, and another attempt may do better :raises RoundVoid:"""
+        taken = state.taken
+        if taken is None:
+            raise RoundVoid("the snapshot was given up")
+        group_id, members = await self._find_group(tick, attempt, state, taken, spans, begins)
+        plan = plan_round(
             group_id=group_id,
             tick=tick,
             fragment=state.index,
             size=state.size,
             members=members,
-            ranges=split_fragment(state.size, len(members), max(1, self._run.manifest.averaging.part_bytes // 4)),
+            target_group_size=self._run.manifest.averaging.target_group_size,
+            part_elements=max(1, self._run.manifest.averaging.part_bytes // 4),
         )
         report["group_size"] = len(members)
-        weights = [_mean_samples(member.spans, state.size) for member in members]
+        weights = [_mean_samples(member.spans, state.size) for member in plan.members]
         own_index = plan.index(self._run.p2p.peer_id) or 0
         report["weight"] = weights[own_index]
         report["weight_share"] = weights[own_index] / sum(weights) if sum(weights) else 0.0
@@ -208,7 +264,8 @@ class RoundKeeper:
             parts: tuple[AveragedPart, ...] = (AveragedPart(start=0, stop=state.size, included=[0]),)
             left_out: dict[tuple[int, int], bytes] = {}
         else:
-            average, parts, left_out = await self._all_reduce(plan, state, contribution, report)
+            result, left_out = await self._all_reduce(plan, state, contribution, report)
+            average, parts = result.average, result.parts
         new = await asyncio.to_thread(state.next_base, self._outer, plan, average, parts)
         rebased = await self._run.tasks.whole(self._commit(state, new, plan, parts))
         self._presence.step_fell_short = False
@@ -238,6 +295,7 @@ class RoundKeeper:
     async def _find_group(
         self,
         tick: int,
+        attempt: int,
         state: FragmentState,
         taken: SnapshotTaken,
         spans: tuple[PendingSpan, ...],
@@ -257,6 +315,9 @@ class RoundKeeper:
             samples_total=taken.samples,
             steps_total=taken.steps,
             spans=tuple((span.start, span.stop, span.samples, span.steps) for span in spans),
+            attempt=attempt,
+            megabits_per_second=self._link_rate.megabits_per_second,
+            distrusted=self._reducers.distrusted(self._run.clock.now())[:MAX_DISTRUSTED],
         )
         lead = self._run.manifest.averaging.matchmaking_seconds
         search = GroupSearch(
@@ -264,22 +325,32 @@ class RoundKeeper:
             deadline=begins + min(lead, self._run.schedule.cycle_seconds / 4),
             data_for_gather=sign_announcement(self._run.settings.identity, announcement, self._run.settings.run_id),
             now=self._run.clock.now,
+            fragment=state.index,
+            tick=tick,
+            attempt=attempt,
+            claim=state.claim,
         )
         key = f"{matchmaking_prefix(self._run.settings.run_id, state.index)}.0b"
-        found = await self._matchmaking[key].find(search, fragment=state.index, tick=tick, claim=state.claim)
+        found = await self._matchmaking[key].find(search)
         if found is None:
             await self._presence.look_for_dead(present)
             if not self._presence.present():
                 await self._presence.confirm_alone(begins)
                 return b"alone", (me,)
-            raise RoundVoid(f"no group of enough of the {len(present) + 1} training peers came together")
+            raise _Lost(f"no group of enough of the {len(present) + 1} training peers came together")
         return found
 
     async def _all_reduce(
         self, plan: RoundPlan, state: FragmentState, contribution: torch.Tensor, report: dict[str, Any]
-    ) -> tuple[torch.Tensor, tuple[AveragedPart, ...], dict[tuple[int, int], bytes]]:
-        """The average, who is in it, and what our own averages left out of it."""
-        wait = deadline_seconds(state.recent_seconds, self._run.schedule.cycle_seconds)
+    ) -> tuple[RoundResult, dict[tuple[int, int], bytes]]:
+        """The average, who is in it, and what our own averages left out of it. :raises _Lost: :raises RoundVoid:"""
+        transfer_bytes = 2 * self._rules.codec.encoded_bytes(state.size)
+        times = closing_times(
+            self._arrival_times.expected_seconds(transfer_bytes),
+            self._round_times.expected_seconds(transfer_bytes),
+            _announced_seconds(plan.members, transfer_bytes),
+            self._run.schedule.cycle_seconds,
+        )
 
         async def call_reducer(reducer: PeerID, parts: AsyncIterator[Part]) -> AsyncIterator[Average]:
             return await self._transport.call(reducer, AVERAGE, parts, Average)
@@ -289,32 +360,57 @@ class RoundKeeper:
             self._run.p2p.peer_id,
             contribution,
             call_reducer,
-            wait,
-            codec=self._codec,
-            answer_codec=self._answer_codec,
+            times,
+            self._rules,
             residual=state.average_residual.of,
-            weighting=self._weighting,
-            batch_size=self._batch_size,
+            on_arrival=partial(self._arrival_times.note, transfer_bytes),
         )
         waiting = self._rounds.setdefault(plan.group_id, asyncio.get_running_loop().create_future())
         if waiting.done():
             raise RoundVoid("the leader used a group id twice")
         waiting.set_result(current)
-        asyncio.get_running_loop().call_later(2 * wait + REGISTER_SECONDS, self._rounds.pop, plan.group_id, None)
+        asyncio.get_running_loop().call_later(
+            current.longest_seconds + REGISTER_SECONDS, self._rounds.pop, plan.group_id, None
+        )
         state.unresolved_mates |= {str(member.peer_id) for member in plan.members}
         state.contributes(plan.tick)
         state.decoded = current.decoded
         began = self._run.clock.now()
         try:
             result = await current.run()
-        except RoundVoid:
+        except RoundVoid as error:
             self._run.tasks.spawn(self._presence.look_for_dead([str(peer) for peer in current.failed]))
-            raise
+            raise _Lost(str(error)) from error
         finally:
+            now = self._run.clock.now()
             # A round that failed for want of time is a measurement as well: the next one waits longer.
-            state.recent_seconds.append(self._run.clock.now() - began)
-            report.update(bytes_sent=current.bytes_sent, bytes_received=current.bytes_received)
-        return result.average, result.parts, current.reducer.left_out
+            self._round_times.note(transfer_bytes, now - began)
+            self._link_rate.note(current.meter.bytes_per_second)
+            self._judge(current, now)
+            report.update(
+                bytes_sent=report["bytes_sent"] + current.bytes_sent,
+                bytes_received=report["bytes_received"] + current.bytes_received,
+            )
+        return result, current.reducer.left_out
+
+    def _judge(self, current: Round, now: float) -> None:
+        """Remember who answered and who did not; if nobody did, it may have been our own line."""
+        for peer in current.answered:
+            self._reducers.answered(peer.to_bytes())
+        if current.answered or len(current.failed) == 1:
+            for peer in current.failed:
+                self._reducers.failed(peer.to_bytes(), now)
+        self._reducers.forget({PeerID.from_base58(peer).to_bytes() for peer in self._presence.view.members}, now)
+
+
+class _Lost(RoundVoid):
+    """This attempt came to nothing, but without those that failed another one may do."""
+
+
+def _announced_seconds(members: Sequence[GroupMember], transfer_bytes: int) -> float:
+    """What the slowest member needs for the transfer at the rate that it announced; 0 if nobody announced any."""
+    rates = [member.kilobits_per_second for member in members if member.kilobits_per_second > 0]
+    return transfer_bytes / (min(rates) * 125.0) if rates else 0.0
 
 
 def _mean_samples(spans: tuple[PendingSpan, ...], size: int) -> float:

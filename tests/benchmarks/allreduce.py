@@ -58,12 +58,15 @@ from dht_config.address import parse_address
 from dht_config.identity import load_or_create_identity
 from dht_config.manifest import AveragingSection
 from dht_config.network import NetworkSettings
+from peers.closing import ClosingTimes
 from peers.codecs import CODEC_NAMES, get_codec
 from peers.daemon import DialOutcome, dial_all, die_with_parent, start_daemon
 from peers.ledger import PendingSpan
 from peers.messages import Average, Part
 from peers.process import SWARM_THREADS, keep_freed_memory
-from peers.round import GroupMember, Round, RoundPlan, split_fragment
+from peers.reducer import Rules
+from peers.round import Round
+from peers.round_plan import GroupMember, plan_round
 from peers.rounds import AVERAGE
 from peers.swarm import WRITE_SECONDS
 from peers.transport import DaemonTransport
@@ -165,21 +168,21 @@ class Ours(OnDaemon):
     async def average(self, number: int) -> torch.Tensor | None:
         size = self.values.numel()
         spans = (PendingSpan(start=0, stop=size, samples=SAMPLES, steps=1),)
-        plan = RoundPlan(
+        plan = plan_round(
             group_id=b"benchmark-%d" % number,
             tick=number,
             fragment=0,
             size=size,
-            members=tuple(
-                GroupMember(peer_id=peer_id, spans=spans, samples=SAMPLES, steps=1) for peer_id in self.members
-            ),
-            ranges=split_fragment(size, self.count, AveragingSection().part_bytes // 4),
+            members=[GroupMember(peer_id=peer_id, spans=spans, samples=SAMPLES, steps=1) for peer_id in self.members],
+            target_group_size=AveragingSection().target_group_size,
+            part_elements=AveragingSection().part_bytes // 4,
         )
 
         async def call_reducer(reducer: PeerID, parts: AsyncIterator[Part]) -> AsyncIterator[Average]:
             return await self._transport.call(reducer, AVERAGE, parts, Average)
 
-        current = Round(plan, self.p2p.peer_id, self.values, call_reducer, ROUND_SECONDS)
+        times = ClosingTimes(grace_seconds=ROUND_SECONDS, deadline_seconds=ROUND_SECONDS)
+        current = Round(plan, self.p2p.peer_id, self.values, call_reducer, times, Rules())
         self._round(plan.group_id).set_result(current)
         result = await current.run()
         if any(len(part.included) != self.count for part in result.parts):

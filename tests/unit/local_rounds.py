@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from hivemind.p2p import PeerID
 
+from peers.closing import ClosingTimes
 from peers.codecs import get_codec
 from peers.ledger import PendingSpan
 from peers.messages import Average, Part
+from peers.reducer import Rules
 from peers.residual import AverageResidual
-from peers.round import GroupMember, Round, RoundPlan, RoundResult, RoundVoid, split_fragment
+from peers.round import Round, RoundResult, RoundVoid
+from peers.round_plan import GroupMember, RoundPlan, plan_round
 
 GROUP_ID = b"a group of this test"
 PATIENT_SECONDS = 20.0
@@ -30,22 +33,30 @@ def whole(size: int, samples: int, steps: int = 1) -> tuple[PendingSpan, ...]:
     return (PendingSpan(start=0, stop=size, samples=samples, steps=steps if samples else 0),)
 
 
-def plan_for(spans: Sequence[tuple[PendingSpan, ...]], size: int, part_elements: int = 4) -> RoundPlan:
-    return RoundPlan(
+def plan_for(
+    spans: Sequence[tuple[PendingSpan, ...]],
+    size: int,
+    part_elements: int = 4,
+    target_group_size: int = 64,
+    speeds: Sequence[int] = (),
+) -> RoundPlan:
+    return plan_round(
         group_id=GROUP_ID,
         tick=17,
         fragment=0,
         size=size,
-        members=tuple(
+        members=[
             GroupMember(
                 peer_id=peer(index),
                 spans=own,
                 samples=100 + max(span.samples for span in own),
                 steps=10 + max(span.steps for span in own),
+                kilobits_per_second=speeds[index] if speeds else 0,
             )
             for index, own in enumerate(spans)
-        ),
-        ranges=split_fragment(size, len(spans), part_elements),
+        ],
+        target_group_size=target_group_size,
+        part_elements=part_elements,
     )
 
 
@@ -64,6 +75,7 @@ class Network:
     mute_to: dict[tuple[int, int], int] = field(default_factory=dict)
     tamper: Tamper = lambda sender, receiver, message: message
     wait_seconds: float = PATIENT_SECONDS
+    grace_seconds: float | None = None
     codec: str = "float32"
     answer_codec: str = "float32"
     residuals: dict[int, AverageResidual] = field(default_factory=dict)
@@ -128,9 +140,11 @@ def hold(network: Network, contributions: Sequence[torch.Tensor]) -> list[RoundR
                 peer(index),
                 contribution,
                 network.caller(index),
-                network.wait_seconds,
-                codec=get_codec(network.codec),
-                answer_codec=get_codec(network.answer_codec),
+                ClosingTimes(
+                    grace_seconds=network.wait_seconds if network.grace_seconds is None else network.grace_seconds,
+                    deadline_seconds=network.wait_seconds,
+                ),
+                Rules(codec=get_codec(network.codec), answer_codec=get_codec(network.answer_codec)),
                 residual=network.residuals.setdefault(index, AverageResidual()).of,
             )
         outcomes = await asyncio.gather(*(round_.run() for round_ in network.rounds.values()), return_exceptions=True)

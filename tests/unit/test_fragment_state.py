@@ -24,7 +24,7 @@ from peers.ledger import Ledger, PendingSpan
 from peers.messages import MAX_RECEIPTS, AveragedPart, extend_history
 from peers.outer import NO_HISTORY, Nesterov, base_digest
 from peers.pipe import FragmentMeta, SnapshotTaken
-from peers.round import GroupMember, RoundPlan, split_fragment
+from peers.round_plan import GroupMember, RoundPlan
 from peers.transfer import FetchedBase
 
 SIZE = 12
@@ -183,13 +183,16 @@ ticks = itertools.count()
 
 
 def plan_of(peers: Sequence[Peer]) -> RoundPlan:
+    members = tuple(peer.member() for peer in peers)
+    everybody = tuple(range(len(members)))
     return RoundPlan(
         group_id=b"group of a test",
         tick=next(ticks),
         fragment=0,
         size=SIZE,
-        members=tuple(peer.member() for peer in peers),
-        ranges=split_fragment(SIZE, len(peers), 3),
+        members=members,
+        groups=(everybody,),
+        shares=(),
     )
 
 

@@ -25,7 +25,7 @@ from peers.ledger import Ledger, PendingSpan
 from peers.outer import NO_HISTORY, build_outer_optimizer
 from peers.pipe import FragmentMeta, SnapshotTaken
 from peers.residual import AverageResidual
-from peers.round import GroupMember, RoundPlan, split_fragment
+from peers.round_plan import GroupMember, plan_round
 
 GRADIENT = """
 [run]
@@ -135,6 +135,7 @@ class Group:
     codec: str = "float32"
     residuals: dict[int, AverageResidual] = field(default_factory=dict)
     ticks: int = 0
+    target_group_size: int = 64
 
     def round(self, fragment: int, *, lose: bool = False) -> None:
         """Snapshots, all-reduce, commit; ``lose``: nobody gets an answer."""
@@ -142,13 +143,14 @@ class Group:
         states = [each.states[fragment] for each in self.peers]
         size = states[0].size
         self.ticks += 1
-        plan = RoundPlan(
+        plan = plan_round(
             group_id=b"a group of this test",
             tick=self.ticks,
             fragment=fragment,
             size=size,
             members=members,
-            ranges=split_fragment(size, len(self.peers), max(50, size // 10)),
+            target_group_size=self.target_group_size,
+            part_elements=max(50, size // 10),
         )
         contributions = [state.contribution(member.spans) for state, member in zip(states, members, strict=True)]
         network = Network(plan, codec=self.codec)

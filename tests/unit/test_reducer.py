@@ -6,10 +6,12 @@ import asyncio
 import itertools
 import math
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from hivemind.p2p import PeerID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +24,10 @@ from peers.reducer import (
     Averaged,
     InvalidPart,
     PartReducer,
+    Rules,
     decode_values,
 )
+from peers.round_plan import GroupMember, RoundPlan, Share
 
 
 def whole(size: int, samples: int) -> tuple[PendingSpan, ...]:
@@ -57,13 +61,31 @@ def expected_mean(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
     return mean
 
 
+def reducer_of(ranges: Sequence[tuple[int, int]], spans: Sequence[tuple[PendingSpan, ...]]) -> PartReducer:
+    """Member 0, that reduces everything for one group."""
+    everybody = tuple(range(len(spans)))
+    plan = RoundPlan(
+        group_id=b"group of a test",
+        tick=0,
+        fragment=0,
+        size=ranges[-1][1],
+        members=tuple(
+            GroupMember(peer_id=PeerID(bytes([index]) * 34), spans=own, samples=1, steps=1)
+            for index, own in enumerate(spans)
+        ),
+        groups=(everybody,),
+        shares=(Share(reducers=(0,), parts=tuple(ranges)),),
+    )
+    return PartReducer(plan, 0, Rules(), torch.zeros(plan.size))
+
+
 async def add(reducer: PartReducer, member: int, part: int, values: list[float] | np.ndarray) -> None:
-    await reducer.add(member, part, reducer.decode(part, encoded(values)))
+    await reducer.add(member, part, reducer.decode(member, part, encoded(values)))
 
 
 def test_two_members_are_averaged_by_their_samples() -> None:
     async def scene() -> None:
-        reducer = PartReducer([(0, 2)], [whole(2, 30), whole(2, 10)], minimum=2)
+        reducer = reducer_of([(0, 2)], [whole(2, 30), whole(2, 10)])
         await add(reducer, 0, 0, [1.0, 2.0])
         assert not reducer.result(0).done()
         await add(reducer, 1, 0, [5.0, -2.0])
@@ -78,7 +100,7 @@ def test_two_members_are_averaged_by_their_samples() -> None:
 def test_a_members_weight_may_differ_from_stretch_to_stretch() -> None:
     async def scene() -> None:
         spans = [pieces((0, 3, 10), (3, 6, 30)), whole(6, 10)]
-        reducer = PartReducer([(0, 4), (4, 6)], spans, minimum=2)
+        reducer = reducer_of([(0, 4), (4, 6)], spans)
         for part, size in ((0, 4), (1, 2)):
             await add(reducer, 0, part, [1.0] * size)
             await add(reducer, 1, part, [0.0] * size)
@@ -91,7 +113,7 @@ def test_a_members_weight_may_differ_from_stretch_to_stretch() -> None:
 def test_weight_counts_only_where_a_member_announced_samples() -> None:
     async def scene() -> None:
         spans = [pieces((0, 2, 100)), whole(4, 10)]  # the first member announced nothing for the second half
-        reducer = PartReducer([(0, 4)], spans, minimum=2)
+        reducer = reducer_of([(0, 4)], spans)
         await add(reducer, 0, 0, [1.0, 1.0, 1.0, 1.0])
         await add(reducer, 1, 0, [3.0, 3.0, 3.0, 3.0])
         averaged = values_of(await reducer.result(0))
@@ -103,8 +125,8 @@ def test_weight_counts_only_where_a_member_announced_samples() -> None:
 
 def test_elements_in_which_nobody_has_samples_stay_zero_and_finite() -> None:
     async def scene() -> None:
-        nobody = PartReducer([(0, 2)], [whole(2, 0), whole(2, 0)], minimum=2)
-        some = PartReducer([(0, 2)], [pieces((0, 1, 0), (1, 2, 5)), pieces((0, 1, 0), (1, 2, 5))], minimum=2)
+        nobody = reducer_of([(0, 2)], [whole(2, 0), whole(2, 0)])
+        some = reducer_of([(0, 2)], [pieces((0, 1, 0), (1, 2, 5)), pieces((0, 1, 0), (1, 2, 5))])
         for reducer in (nobody, some):
             await add(reducer, 0, 0, [7.0, 1.0])
             await add(reducer, 1, 0, [7.0, 3.0])
@@ -134,7 +156,7 @@ def test_it_equals_one_weighted_mean_whatever_the_weights_and_the_order(
     random.Random(seed).shuffle(errands)
 
     async def scene() -> np.ndarray:
-        reducer = PartReducer(ranges, spans, minimum=2)
+        reducer = reducer_of(ranges, spans)
         for member, part in errands:
             await add(reducer, member, part, values[member, slice(*ranges[part])])
         results = [await reducer.result(part) for part in range(2)]
@@ -151,7 +173,7 @@ def test_a_part_that_is_summed_in_a_thread_gives_the_same_mean() -> None:
     values = np.random.default_rng(0).uniform(-1, 1, (2, size)).astype("<f4")
 
     async def scene() -> Averaged:
-        reducer = PartReducer([(0, size)], spans, minimum=2)
+        reducer = reducer_of([(0, size)], spans)
         await asyncio.gather(*(add(reducer, member, 0, values[member]) for member in range(2)))
         return await reducer.result(0)
 
@@ -177,10 +199,10 @@ def test_a_part_that_is_summed_in_a_thread_gives_the_same_mean() -> None:
 )
 def test_what_cannot_be_counted_is_refused_before_any_counter_moves(body: bytes) -> None:
     async def scene() -> None:
-        reducer = PartReducer([(0, 2)], [whole(2, 1), whole(2, 1), whole(2, 1)], minimum=2)
+        reducer = reducer_of([(0, 2)], [whole(2, 1), whole(2, 1), whole(2, 1)])
         await add(reducer, 0, 0, [1.0, 1.0])
         with pytest.raises(InvalidPart):
-            reducer.decode(0, body)
+            reducer.decode(1, 0, body)
         await reducer.leave_out(1, "sent nonsense")
         await add(reducer, 2, 0, [3.0, 3.0])
         averaged = await reducer.result(0)
@@ -194,9 +216,9 @@ def test_what_cannot_be_counted_is_refused_before_any_counter_moves(body: bytes)
 @pytest.mark.parametrize("part", [-1, 1, 2**20])
 def test_a_part_that_does_not_exist_is_refused(part: int) -> None:
     async def scene() -> None:
-        reducer = PartReducer([(0, 2)], [whole(2, 1), whole(2, 1)], minimum=2)
+        reducer = reducer_of([(0, 2)], [whole(2, 1), whole(2, 1)])
         with pytest.raises(InvalidPart, match=f"part {part} of 1"):
-            reducer.decode(part, encoded([1.0, 1.0]))
+            reducer.decode(1, part, encoded([1.0, 1.0]))
 
     asyncio.run(scene())
 
@@ -215,7 +237,7 @@ def test_decoding_reads_writable_and_read_only_buffers_of_any_kind() -> None:
 
 def test_the_deadline_closes_a_part_without_the_late_one_and_says_who_is_in() -> None:
     async def scene() -> None:
-        reducer = PartReducer([(0, 2), (2, 4)], [whole(4, 1)] * 3, minimum=2)
+        reducer = reducer_of([(0, 2), (2, 4)], [whole(4, 1)] * 3)
         for member in (0, 1):
             for part in (0, 1):
                 await add(reducer, member, part, [float(member)] * 2)
@@ -234,7 +256,7 @@ def test_the_deadline_closes_a_part_without_the_late_one_and_says_who_is_in() ->
 
 def test_fewer_than_the_minimum_have_no_average() -> None:
     async def scene() -> None:
-        reducer = PartReducer([(0, 2)], [whole(2, 1)] * 3, minimum=2)
+        reducer = reducer_of([(0, 2)], [whole(2, 1)] * 3)
         await add(reducer, 0, 0, [1.0, 1.0])
         await reducer.close()
         with pytest.raises(InvalidPart, match=r"only 1 contribution\(s\) arrived"):
@@ -248,7 +270,7 @@ def test_fewer_than_the_minimum_have_no_average() -> None:
 
 def test_leaving_everyone_else_out_voids_the_part_at_once() -> None:
     async def scene() -> None:
-        reducer = PartReducer([(0, 2)], [whole(2, 1)] * 3, minimum=2)
+        reducer = reducer_of([(0, 2)], [whole(2, 1)] * 3)
         await add(reducer, 0, 0, [1.0, 1.0])
         await reducer.leave_out(1, "gone")
         assert not reducer.result(0).done()
@@ -261,7 +283,7 @@ def test_leaving_everyone_else_out_voids_the_part_at_once() -> None:
 
 def test_leaving_a_member_out_keeps_what_it_already_delivered() -> None:
     async def scene() -> None:
-        reducer = PartReducer([(0, 1), (1, 2)], [whole(2, 1)] * 3, minimum=2)
+        reducer = reducer_of([(0, 1), (1, 2)], [whole(2, 1)] * 3)
         for member in (0, 1):
             await add(reducer, member, 0, [float(member)])
             await add(reducer, member, 1, [float(member)])
@@ -277,7 +299,7 @@ def test_leaving_a_member_out_keeps_what_it_already_delivered() -> None:
 
 def test_a_member_counts_once_however_often_it_sends() -> None:
     async def scene() -> None:
-        reducer = PartReducer([(0, 1)], [whole(1, 1)] * 2, minimum=2)
+        reducer = reducer_of([(0, 1)], [whole(1, 1)] * 2)
         for _ in range(3):
             await add(reducer, 0, 0, [4.0])
         await add(reducer, 1, 0, [0.0])
@@ -288,7 +310,7 @@ def test_a_member_counts_once_however_often_it_sends() -> None:
 
 def test_a_cancelled_reader_does_not_cancel_the_average_for_the_others() -> None:
     async def scene() -> None:
-        reducer = PartReducer([(0, 1)], [whole(1, 1)] * 2, minimum=2)
+        reducer = reducer_of([(0, 1)], [whole(1, 1)] * 2)
 
         async def read() -> Averaged:
             return await asyncio.shield(reducer.result(0))

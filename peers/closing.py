@@ -1,0 +1,153 @@
+"""When a round closes without somebody, from transfer times measured before, and whom not to trust as a reducer.
+
+Two times count from the moment a round's members know each other. From the *grace* on, median plus three median
+absolute deviations of the times at which contributions were complete in recent rounds, a reducer waits no longer for
+the last tenth of the weight. At the *deadline* it waits for nobody. Training goes on meanwhile, so waiting costs
+little, and being left out costs a peer a round: nobody is left out before the grace is over.
+
+What this does not stop: a peer that arrives just before the deadline every time; it makes the others' rounds longer,
+never their training slower.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RECENT = 32
+LEAST_SECONDS = 0.5
+"""A busy machine needs it to answer at all."""
+ENOUGH_WEIGHT = 0.9
+MEASURABLE_BYTES = 1 << 20
+"""Fewer bytes say more of a link's latency than of its rate."""
+DISTRUST_CYCLES = 4.0
+MOST_DISTRUST = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosingTimes:
+    """Seconds since the members of a round knew each other."""
+
+    grace_seconds: float
+    deadline_seconds: float
+
+
+class TransferTimes:
+    """Recent transfers: how many bytes in how many seconds."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+
+    def note(self, transfer_bytes: int, seconds: float) -> None:
+        self._recent.append((max(1, transfer_bytes), seconds))
+
+    def expected_seconds(self, transfer_bytes: int) -> float | None:
+        """Median plus three median absolute deviations for so many bytes; None before anything was measured.
+
+        More bytes take proportionally longer; fewer do not take less, since latency stays.
+        """
+        if not self._recent:
+            return None
+        return usual_most([seconds * max(1.0, transfer_bytes / noted) for noted, seconds in self._recent])
+
+
+def usual_most(values: Sequence[float]) -> float:
+    """Median plus three median absolute deviations."""
+    median = statistics.median(values)
+    return median + 3 * statistics.median(abs(value - median) for value in values)
+
+
+def closing_times(
+    arrival_seconds: float | None, round_seconds: float | None, announced_seconds: float, cycle_seconds: float
+) -> ClosingTimes:
+    """When to close a round.
+
+    The deadline is twice what rounds usually take at most, since one that takes longer was not seen yet; half a cycle
+    before any measurement; never over one cycle.
+
+    :param arrival_seconds: by when contributions usually are complete, None if that was never seen
+    :param round_seconds: what whole rounds usually take at most, None if none was seen
+    :param announced_seconds: what the slowest member's transfer takes at the rate that it announced
+    :param cycle_seconds: between two rounds of one fragment
+    """
+    most = max(LEAST_SECONDS, cycle_seconds)
+    if round_seconds is None:
+        deadline = max(cycle_seconds / 2, 2 * announced_seconds)
+    else:
+        deadline = 2 * max(round_seconds, announced_seconds) + LEAST_SECONDS
+    deadline = min(max(LEAST_SECONDS, deadline), most)
+    grace = deadline if arrival_seconds is None else min(max(LEAST_SECONDS, arrival_seconds), deadline)
+    return ClosingTimes(grace_seconds=grace, deadline_seconds=deadline)
+
+
+class LinkRate:
+    """What our line has carried: the best of recent rounds, since others' lines and stalls only ever lower it."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def note(self, bytes_per_second: float) -> None:
+        """:param bytes_per_second: each way, the slower one; 0 if too little was moved to say"""
+        if bytes_per_second > 0:
+            self._recent.append(bytes_per_second)
+
+    @property
+    def megabits_per_second(self) -> float | None:
+        """None before the first measurement."""
+        return max(self._recent) * 8 / 1e6 if self._recent else None
+
+
+class RateMeter:
+    """The rate of one round's traffic: the most that was carried from its beginning to any later moment.
+
+    A fast line is done with fast peers while it still waits for slow ones; the mean over the whole round would give
+    it the rate of the slowest.
+    """
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._up = self._down = 0
+        self._best_up = self._best_down = 0.0
+
+    def note(self, now: float, *, up: int = 0, down: int = 0) -> None:
+        """:param up: bytes that are known to have arrived :param down: bytes received"""
+        self._up += up
+        self._down += down
+        seconds = max(1e-6, now - self._began)
+        if self._up >= MEASURABLE_BYTES:
+            self._best_up = max(self._best_up, self._up / seconds)
+        if self._down >= MEASURABLE_BYTES:
+            self._best_down = max(self._best_down, self._down / seconds)
+
+    @property
+    def bytes_per_second(self) -> float:
+        return min(self._best_up, self._best_down)
+
+
+class Reliability:
+    """Reducers that failed us. Each failure in a row doubles the time for which we say so, up to 64 times."""
+
+    def __init__(self, cycle_seconds: float) -> None:
+        self._cycle_seconds = cycle_seconds
+        self._failures: dict[bytes, int] = {}
+        self._until: dict[bytes, float] = {}
+
+    def failed(self, peer_id: bytes, now: float) -> None:
+        count = self._failures.get(peer_id, 0)
+        self._failures[peer_id] = min(MOST_DISTRUST, count + 1)
+        self._until[peer_id] = now + DISTRUST_CYCLES * self._cycle_seconds * 2**count
+
+    def answered(self, peer_id: bytes) -> None:
+        self._failures.pop(peer_id, None)
+        self._until.pop(peer_id, None)
+
+    def distrusted(self, now: float) -> tuple[bytes, ...]:
+        """Peer ids, sorted."""
+        return tuple(sorted(peer_id for peer_id, until in self._until.items() if until > now))
+
+    def forget(self, known: set[bytes], now: float) -> None:
+        """Of peers that are gone, once their time is over."""
+        for peer_id in [peer_id for peer_id, until in self._until.items() if until <= now and peer_id not in known]:
+            self.answered(peer_id)
