@@ -128,7 +128,7 @@ class BaseKeeper:
             possible_versions=self._run.schedule.possible_versions(self._run.clock.now()),
             groupmates=state.unresolved_mates,
             ancestors=state.ancestors,
-            backers=state.backers if self._run.clock.now() < state.backed_until else 1,
+            backers=state.backers if self._run.clock.now() < state.backed_until else (),
         )
 
     def catch_up(self) -> None:

@@ -68,7 +68,7 @@ class FragmentState:
         """Of our first contribution since our start; what receipts of earlier ticks name is from before it."""
         self.unresolved_mates: frozenset[str] = frozenset()
         self.backed_until = 0.0
-        self.backers = 1
+        self.backers: frozenset[str] = frozenset()
         """Peers that made our base with us; for a while they stand behind it before their records say so."""
         self.average_residual = AverageResidual()
         self._contribution = contribution or Difference()
@@ -172,7 +172,7 @@ class FragmentState:
         self.receipts.append(receipt)
         while len(self.receipts) > MAX_RECEIPTS:
             self.history_before = extend_history(self.history_before, self.receipts.pop(0))
-        self.backers = len(plan.members)
+        self.backers = frozenset(str(member.peer_id) for member in plan.members if member.peer_id.to_bytes() != own_id)
         self._put(new)
 
     def adopt(self, fetched: FetchedBase, own_id: bytes) -> bool:
@@ -210,7 +210,7 @@ class FragmentState:
             self.give_up()
         self.receipts = list(fetched.receipts)
         self.history_before = fetched.history_before
-        self.backers = 1
+        self.backers = frozenset()
         self._put(
             NextBase(
                 version=fetched.claim.version,

@@ -33,6 +33,8 @@ from peers.lineage import Claim, has_quorum
 from peers.messages import MAX_GROUP_SIZE
 from peers.round_plan import GroupMember
 
+AWAKE_SECONDS = 1.0
+"""Whoever notices an end later than this was asleep itself, and cannot say who was silent."""
 POLL_SECONDS = 0.15
 """Least time between two looks at one matchmaking key; hivemind asks again without a pause (a core per peer)."""
 
@@ -190,7 +192,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
             # One that has too few followers says so when the tick begins.
             if group is not None:
                 self._silent_leaders.answered(leader_id)
-            elif search.now() >= (search.scheduled_time + search.deadline) / 2:
+            elif (search.scheduled_time + search.deadline) / 2 <= search.now() <= search.deadline + AWAKE_SECONDS:
                 self._silent_leaders.failed(leader_id, search.now())
         return group
 

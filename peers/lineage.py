@@ -31,7 +31,7 @@ def choose_base(
     *,
     possible_versions: int,
     groupmates: Collection[str] = (),
-    backers: int = 1,
+    backers: Collection[str] = (),
     ancestors: Collection[bytes] = (),
 ) -> Claim | None:
     """The base this peer should fetch, or None if it holds the right one (or nobody announces any).
@@ -43,7 +43,7 @@ def choose_base(
 
     :param claims: by peer id, without our own
     :param ancestors: digests of earlier bases in our own line, which are no reason to go back
-    :param backers: peers that are known to hold our base although their records may not say so yet, ourselves included
+    :param backers: peers that made our base with us; each stands behind it until its record tells of a later one
     """
     plausible = {peer: claim for peer, claim in claims.items() if claim.version <= possible_versions}
     votes = Counter(plausible.values())
@@ -51,7 +51,8 @@ def choose_base(
         if not votes:
             return None
         return max(votes, key=lambda claim: (votes[claim], claim.rank))
-    support_of_own = max(votes[own] + 1, backers)
+    waiting = [peer for peer in backers if peer not in plausible or plausible[peer].version < own.version]
+    support_of_own = votes[own] + 1 + len(waiting)
     missed = {plausible[peer] for peer in groupmates if peer in plausible}
     better = [
         claim

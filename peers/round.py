@@ -119,7 +119,7 @@ class Round:
     @property
     def longest_seconds(self) -> float:
         """After this nobody can want anything of this round."""
-        return self._last_seconds * 1.5 + 2.0
+        return self._last_seconds * 1.5 + 1.5
 
     def _seconds(self) -> float:
         return asyncio.get_running_loop().time() - self._began

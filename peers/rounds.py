@@ -7,6 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,14 +22,14 @@ from peers.codecs import get_codec
 from peers.context import RunContext
 from peers.contributed import note_contributed
 from peers.fragment_state import FragmentState, NextBase
-from peers.grouping import FragmentMatchmaking, GroupSearch, NodeAsDHT
+from peers.grouping import AWAKE_SECONDS, FragmentMatchmaking, GroupSearch, NodeAsDHT
 from peers.ledger import PendingSpan
 from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
 from peers.pipe import Event, Rebased, SnapshotTaken
 from peers.presence import RECORD_SECONDS, Presence
 from peers.reducer import BY_SAMPLES, MAX_ABSOLUTE_DIFFERENCE, MAX_BATCH, Rules
-from peers.round import Round, RoundResult, RoundVoid
+from peers.round import TRANSPORT_ERRORS, Round, RoundResult, RoundVoid
 from peers.round_plan import GroupMember, RoundPlan, plan_round
 from peers.servicer import SwarmServicer
 from peers.transport import Transport
@@ -47,6 +48,16 @@ ATTEMPTS = 3
 """Of one tick's round: a group that lost a reducer re-forms without it while there is time."""
 MAX_SAMPLES_PER_SECOND = 1e6
 """No peer is this fast: bounds what one can announce since the run began, so that totals stay countable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Brought:
+    """What this peer brings to a tick's round: its snapshot, what is pending in it, float32 ``(size,)``."""
+
+    tick: int
+    taken: SnapshotTaken
+    spans: tuple[PendingSpan, ...]
+    values: torch.Tensor
 
 
 class RoundKeeper:
@@ -188,23 +199,24 @@ class RoundKeeper:
         state.taken = taken
         report["outcome"] = "carried"
         spans = state.ledger.pending(taken.samples, taken.steps)
-        contribution = await asyncio.to_thread(state.contribution, spans)
-        if not bool((contribution.abs() <= MAX_ABSOLUTE_DIFFERENCE).all()):  # also true for NaN
+        values = await asyncio.to_thread(state.contribution, spans)
+        if not bool((values.abs() <= MAX_ABSOLUTE_DIFFERENCE).all()):  # also true for NaN
             await self._discard_progress(state)
             raise RoundVoid("the local parameters had diverged; they were set back to the base")
+        brought = _Brought(tick=tick, taken=taken, spans=spans, values=values)
+        before = ""
         for attempt in range(ATTEMPTS):
             report["attempts"] = attempt + 1
             try:
-                await self._attempt(tick, attempt, begins, state, spans, contribution, report)
+                await self._attempt(attempt, begins, state, brought, report)
+                if attempt and not report["reason"]:
+                    report["reason"] = f"{before}; the group re-formed"
                 return
             except _Lost as lost:
                 again = self._next_attempt(tick)
                 if again is None or attempt == ATTEMPTS - 1:
                     raise
-                await self._presence.refresh()
-                if self._bases.better_claim(state) is not None:
-                    raise RoundVoid(f"{lost}; others have made the next base, which is fetched") from lost
-                begins = again
+                begins, before = again, str(lost)
 
     def _next_attempt(self, tick: int) -> float | None:
         """When all that lost a reducer in these moments meet again; None if the fragment's next round is too near.
@@ -219,23 +231,21 @@ class RoundKeeper:
         return again if again + usual_seconds + lead <= begins + self._run.schedule.cycle_seconds else None
 
     async def _attempt(
-        self,
-        tick: int,
-        attempt: int,
-        begins: float,
-        state: FragmentState,
-        spans: tuple[PendingSpan, ...],
-        contribution: torch.Tensor,
-        report: dict[str, Any],
+        self, attempt: int, begins: float, state: FragmentState, brought: _Brought, report: dict[str, Any]
     ) -> None:
         """:raises _Lost: no group or no whole average, and another attempt may do better :raises RoundVoid:"""
-        taken = state.taken
-        if taken is None:
-            raise RoundVoid("the snapshot was given up")
-        group_id, members = await self._find_group(tick, attempt, state, taken, spans, begins)
+        group_id, members = await self._find_group(attempt, begins, state, brought)
+        if attempt:
+            # Those who have every answer of the first attempt have told of its base by now: no rival to that one.
+            try:
+                await self._presence.refresh()
+            except TRANSPORT_ERRORS as error:
+                raise RoundVoid("the records of other peers could not be read") from error
+            if self._bases.better_claim(state) is not None:
+                raise RoundVoid("others have made the next base, which is fetched")
         plan = plan_round(
             group_id=group_id,
-            tick=tick,
+            tick=brought.tick,
             fragment=state.index,
             size=state.size,
             members=members,
@@ -257,14 +267,14 @@ class RoundKeeper:
             raise RoundVoid(
                 f"the group has {sum(weights):.0f} of the {self._needed_samples:.0f} samples that a step needs"
             )
-        note_contributed(self._run.settings.run_directory, taken.samples, taken.steps)
+        note_contributed(self._run.settings.run_directory, brought.taken.samples, brought.taken.steps)
         began = self._run.clock.now()
         if len(members) == 1:
-            average = contribution
+            average = brought.values
             parts: tuple[AveragedPart, ...] = (AveragedPart(start=0, stop=state.size, included=[0]),)
             left_out: dict[tuple[int, int], bytes] = {}
         else:
-            result, left_out = await self._all_reduce(plan, state, contribution, report)
+            result, left_out = await self._all_reduce(plan, state, brought.values, report)
             average, parts = result.average, result.parts
         new = await asyncio.to_thread(state.next_base, self._outer, plan, average, parts)
         rebased = await self._run.tasks.whole(self._commit(state, new, plan, parts))
@@ -293,23 +303,17 @@ class RoundKeeper:
         await self._run.training.rebased(state, False, rebased)
 
     async def _find_group(
-        self,
-        tick: int,
-        attempt: int,
-        state: FragmentState,
-        taken: SnapshotTaken,
-        spans: tuple[PendingSpan, ...],
-        begins: float,
+        self, attempt: int, begins: float, state: FragmentState, brought: _Brought
     ) -> tuple[bytes, tuple[GroupMember, ...]]:
         """The group for this round: ourselves if the records show that we are alone. :raises RoundVoid:"""
-        present = self._presence.present()
+        present, taken, spans = self._presence.present(), brought.taken, brought.spans
         me = GroupMember(peer_id=self._run.p2p.peer_id, spans=spans, samples=taken.samples, steps=taken.steps)
         if not present:
             await self._presence.confirm_alone(begins)
             return b"alone", (me,)
         announcement = RoundAnnouncement(
             fragment=state.index,
-            tick=tick,
+            tick=brought.tick,
             version=state.version,
             digest=state.digest,
             samples_total=taken.samples,
@@ -326,7 +330,7 @@ class RoundKeeper:
             data_for_gather=sign_announcement(self._run.settings.identity, announcement, self._run.settings.run_id),
             now=self._run.clock.now,
             fragment=state.index,
-            tick=tick,
+            tick=brought.tick,
             attempt=attempt,
             claim=state.claim,
         )
@@ -383,10 +387,11 @@ class RoundKeeper:
             raise _Lost(str(error)) from error
         finally:
             now = self._run.clock.now()
-            # A round that failed for want of time is a measurement as well: the next one waits longer.
-            self._round_times.note(transfer_bytes, now - began)
-            self._link_rate.note(current.meter.bytes_per_second)
-            self._judge(current, now)
+            if now - began <= current.longest_seconds + AWAKE_SECONDS:
+                # A round that failed for want of time is a measurement as well: the next one waits longer.
+                self._round_times.note(transfer_bytes, now - began)
+                self._link_rate.note(current.meter.bytes_per_second)
+                self._judge(current, now)
             report.update(
                 bytes_sent=report["bytes_sent"] + current.bytes_sent,
                 bytes_received=report["bytes_received"] + current.bytes_received,

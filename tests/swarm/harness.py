@@ -40,6 +40,8 @@ LEAVE_SECONDS = 10.0
 LOG_TAIL_LINES = 40
 TICK_SECONDS = 1.0
 FRAGMENTS = 2
+PROGRAM = ("-m", "p2p_trainer")
+"""What Python runs."""
 
 needs_links = pytest.mark.skipif(
     not (links := available()), reason=f"links between peers cannot be emulated here: {links.reason}"
@@ -73,6 +75,7 @@ class Peer:
         arguments: Sequence[str],
         directory: Path,
         environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = PROGRAM,
     ) -> None:
         self.swarm, self.name, self.arguments, self.directory = swarm, name, list(arguments), directory
         self.mark = uuid.uuid4().hex
@@ -80,7 +83,7 @@ class Peer:
         self.invite_file = swarm.path / f"{directory.name}.invite"
         self.expected_to_live = True
         self.events_before = len(self._all_events())
-        command = [sys.executable, "-m", "p2p_trainer", *self.arguments]
+        command = [sys.executable, *program, *self.arguments]
         if directory.name in swarm.network:
             command = swarm.network.command(directory.name, command)
         with self.log.open("wb") as output:
@@ -251,11 +254,12 @@ class Swarm:
         *arguments: str,
         directory: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = PROGRAM,
     ) -> Peer:
         """Start the program with these arguments."""
         attempts = sum(peer.name.split("#")[0] == name for peer in self.peers)
         unique = name if not attempts else f"{name}#{attempts}"
-        peer = Peer(self, unique, arguments, directory or self.path / name, environment)
+        peer = Peer(self, unique, arguments, directory or self.path / name, environment, program)
         self.peers.append(peer)
         return peer
 
@@ -278,6 +282,7 @@ class Swarm:
         *more: str,
         directory: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = PROGRAM,
     ) -> Peer:
         """A volunteer of ``rate`` samples/s, started; again in the same directory if there was one of this name."""
         directory = directory or self.path / name
@@ -289,6 +294,7 @@ class Swarm:
             *more,
             directory=directory,
             environment=environment,
+            program=program,
         )
 
     # ------------------------------------------------------------------- waiting
@@ -441,7 +447,7 @@ def assert_bases_hold_every_credit_once(peers: Iterable[Peer]) -> None:
     :param peers: every peer that ever trained, each as it was when it left with a checkpoint
     """
     metas = [peer.checkpoint_meta() for peer in peers]
-    for fragment in range(FRAGMENTS):
+    for fragment in range(len(metas[0]["fragments"])):
         rows = [meta["fragments"][fragment] for meta in metas]
         newest = max(rows, key=lambda row: row["version"])
         credited = sum((stop - start) * credit for row in rows for start, stop, _, _, credit in row["ledger"])

@@ -137,8 +137,8 @@ def test_a_peer_is_not_moved_while_those_who_made_its_base_have_not_announced_it
     own, rival = claim(6, 150), claim(6, 160, "r")
     announced = {"p": claim(5, 100), "q": rival}
     assert choose_base(own, announced, possible_versions=PLENTY) == rival
-    assert choose_base(own, announced, possible_versions=PLENTY, backers=2) is None
-    assert choose_base(own, {**announced, "r": rival}, possible_versions=PLENTY, backers=2) == rival
+    assert choose_base(own, announced, possible_versions=PLENTY, backers={"p"}) is None
+    assert choose_base(own, {**announced, "r": rival}, possible_versions=PLENTY, backers={"p"}) == rival
 
 
 @given(present=st.sets(peer_names, min_size=1, max_size=8), data=st.data())
@@ -189,5 +189,5 @@ def test_nobody_goes_back_to_an_earlier_base_of_its_own_line_however_many_are_st
 def test_those_who_made_a_base_with_us_stand_behind_it_before_their_records_say_so() -> None:
     own = Claim(version=8, digest=b"o" * 32, total_samples=1000)
     lone = Claim(version=9, digest=b"l" * 32, total_samples=2**50)
-    assert choose_base(own, {"hostile": lone}, possible_versions=100, backers=3) is None
+    assert choose_base(own, {"hostile": lone}, possible_versions=100, backers={"a", "b"}) is None
     assert choose_base(own, {"honest": lone}, possible_versions=100) == lone
