@@ -1,0 +1,122 @@
+"""Every fault at every await of a round: the others go on, all end on one base, every sample counts once.
+
+One swarm suffers them all, one after the other, so that what one leaves behind would be seen in the next.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from harness import (
+    START_SECONDS,
+    Peer,
+    Swarm,
+    assert_bases_hold_every_credit_once,
+    assert_digests_agree,
+    assert_no_traceback,
+    assert_samples_add_up,
+    small_manifest,
+)
+
+pytestmark = [pytest.mark.swarm, pytest.mark.faults, pytest.mark.timeout(900)]
+
+POINTS = ("before-join", "after-join", "mid-send", "mid-reduce", "before-commit", "after-commit")
+KINDS = ("kill", "freeze", "slow", "garbage")
+CYCLE_TICKS = 4
+ROUNDS_TO_AGREE = 2
+FROZEN_TICKS = 5
+PROGRAM = (str(Path(__file__).with_name("faulty.py")),)
+
+
+class Faulty:
+    """The peer that suffers, in all its lives."""
+
+    def __init__(self, swarm: Swarm, invite: str) -> None:
+        self.swarm, self.invite = swarm, invite
+        self.order = swarm.path / "fault.order"
+        self.lives: list[Peer] = []
+        self.start()
+
+    def start(self) -> None:
+        self.lives.append(
+            self.swarm.join(
+                "faulty",
+                self.invite,
+                40,
+                *("--checkpoint-seconds", "1"),
+                directory=self.swarm.path / "faulty",
+                environment={"FAULT_ORDER": str(self.order)},
+                program=PROGRAM,
+            )
+        )
+
+    @property
+    def peer(self) -> Peer:
+        return self.lives[-1]
+
+    def suffer(self, point: str, kind: str) -> None:
+        """Until the fault has come about."""
+        done = self.order.with_suffix(".done")
+        done.unlink(missing_ok=True)
+        if kind == "kill":
+            self.peer.expected_to_live = False
+            self.swarm.may_remain.update(self.swarm.sockets_of(self.peer))
+        draft = self.order.with_suffix(".draft")
+        draft.write_text(f"{point} {kind}")
+        draft.rename(self.order)
+        self.swarm.wait_until(done.exists, f"the fault came about: {kind} {point}", START_SECONDS)
+
+
+def rounds_until_agreed(peers: list[Peer], after: float) -> int | None:
+    """After how many rounds of a fragment, the slowest of the fragments, all had committed one base; None: not yet."""
+    slowest = 0
+    for fragment in range(CYCLE_TICKS):
+        bases = []
+        for peer in peers:
+            events = peer.rounds(group=len(peers), after=after)
+            bases.append({e["tick"]: (e["version"], e["digest"]) for e in events if e["fragment"] == fragment})
+        common = [tick for tick in bases[0] if all(other.get(tick) == bases[0][tick] for other in bases)]
+        if not common:
+            return None
+        held = {e["tick"] for peer in peers for e in peer.events("round") if e["time"] > after}
+        slowest = max(slowest, len([tick for tick in held if tick % CYCLE_TICKS == fragment and tick <= min(common)]))
+    return slowest
+
+
+def test_every_fault_at_every_await_costs_the_others_little_and_no_sample_counts_twice(swarm: Swarm) -> None:
+    manifest = small_manifest(swarm.path / "four.toml", fragments=f"fragments = {CYCLE_TICKS}")
+    bootstrap = swarm.bootstrap(manifest=manifest)
+    healthy = [swarm.join(name, bootstrap.invite, rate) for name, rate in (("a", 80), ("b", 40), ("c", 20))]
+    faulty = Faulty(swarm, bootstrap.invite)
+    swarm.wait_averaged(*healthy, faulty.peer, group=4, rounds=CYCLE_TICKS)
+    needed: dict[str, int] = {}
+    for kind in KINDS:
+        for point in POINTS:
+            faulty.suffer(point, kind)
+            struck = time.time()
+            if kind in ("kill", "freeze"):
+                swarm.wait_averaged(*healthy, group=3, rounds=FROZEN_TICKS, after=struck)
+            if kind == "kill":
+                faulty.peer.process.wait()
+                faulty.start()
+                swarm.wait_averaged(faulty.peer, group=4)
+            if kind == "freeze":
+                faulty.peer.thaw()
+            everybody = [*healthy, faulty.peer]
+            swarm.wait_until(
+                lambda everybody=everybody, struck=struck: rounds_until_agreed(everybody, struck) is not None,
+                f"all agree after {kind} {point}",
+                START_SECONDS,
+            )
+            alive = healthy if kind in ("kill", "freeze") else everybody
+            needed[f"{kind} {point}"] = rounds_until_agreed(alive, struck) or 0
+            print(f"{kind} {point}: {needed[f'{kind} {point}']} rounds, {time.time() - struck:.1f} s", flush=True)
+    print(f"rounds until all agreed: {needed}")
+    assert set(swarm.leave_all().values()) == {0}
+    for peer in (*healthy, faulty.peer):
+        assert_samples_add_up(peer)
+    assert_digests_agree(*healthy)
+    assert_bases_hold_every_credit_once([*healthy, faulty.peer])
+    assert_no_traceback(*swarm.peers)
