@@ -1,8 +1,8 @@
 """A peer with a fault, for tests: ``python faulty.py ARGUMENTS OF THE PROGRAM``.
 
 It is the program with a hook at every await of a round. What goes wrong, and where, stands in the file that the
-environment variable FAULT_ORDER names: ``POINT KIND``, once, or ``POINT KIND always``. An order that is carried out
-is renamed to ``FILE.done`` before, so that who gave it knows when.
+environment variable FAULT_ORDER names: ``POINT KIND``, which happens once, or lines of ``POINT KIND always``. The file
+of an order that is carried out is renamed to ``FILE.done`` before, so that who gave it knows when.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ SLOW_SECONDS = 6.0
 def ordered(point: str) -> str:
     """The kind of fault that is due here, or nothing."""
     with suppress(OSError):
-        where, kind, *always = ORDER.read_text().split()
-        if where == point:
-            if not always:
-                ORDER.rename(ORDER.with_suffix(".done"))
-            return kind
+        for line in ORDER.read_text().splitlines():
+            where, kind, *always = line.split()
+            if where == point:
+                if not always:
+                    ORDER.rename(ORDER.with_suffix(".done"))
+                return kind
     return ""
 
 

@@ -25,8 +25,9 @@ pytestmark = [pytest.mark.swarm, pytest.mark.faults, pytest.mark.timeout(900)]
 POINTS = ("before-join", "after-join", "mid-send", "mid-reduce", "before-commit", "after-commit")
 KINDS = ("kill", "freeze", "slow", "garbage")
 CYCLE_TICKS = 4
-ROUNDS_TO_AGREE = 2
 FROZEN_TICKS = 5
+SETTLED_ROUNDS, FAILING_ROUNDS = 100, 400
+"""The first ones fill caches and pools."""
 PROGRAM = (str(Path(__file__).with_name("faulty.py")),)
 
 
@@ -67,6 +68,49 @@ class Faulty:
         draft.write_text(f"{point} {kind}")
         draft.rename(self.order)
         self.swarm.wait_until(done.exists, f"the fault came about: {kind} {point}", START_SECONDS)
+
+
+def resources(peer: Peer) -> dict[str, int]:
+    """What its processes hold: resident bytes, open descriptors, threads."""
+    processes = peer.processes()
+    return {
+        "rss_bytes": sum(process.memory_info().rss for process in processes),
+        "descriptors": sum(process.num_fds() for process in processes),
+        "threads": sum(process.num_threads() for process in processes),
+    }
+
+
+def test_three_hundred_failing_rounds_leave_nothing_behind(swarm: Swarm) -> None:
+    """A reducer that answers nonsense and a sender that sends it: no round of the two can succeed."""
+    manifest = small_manifest(
+        swarm.path / "quick.toml",
+        fragments="fragments = 4",
+        tick_seconds="tick_seconds = 0.4",
+        matchmaking_seconds="matchmaking_seconds = 0.6",
+    )
+    bootstrap = swarm.bootstrap(manifest=manifest)
+    steady = swarm.join("steady", bootstrap.invite, 40)
+    faulty = Faulty(swarm, bootstrap.invite)
+    swarm.wait_averaged(steady, faulty.peer)
+    faulty.order.write_text("mid-send garbage always\nmid-reduce garbage always\n")
+    began = time.time()
+
+    def failed() -> int:
+        return len([event for event in steady.events("round") if event["group_size"] == 2 and event["time"] > began])
+
+    held = {}
+    for count in (SETTLED_ROUNDS, FAILING_ROUNDS):
+        swarm.wait_until(lambda count=count: failed() >= count, f"{count} rounds have failed", 600)
+        held[count] = resources(steady)
+    print(f"held after so many failing rounds: {held}")
+    outcomes = [event["outcome"] for event in steady.rounds(group=2, after=began + 2)]
+    assert len(outcomes) < failed() / 20, "they should fail"
+    before, after = held[SETTLED_ROUNDS], held[FAILING_ROUNDS]
+    assert after["rss_bytes"] <= 1.03 * before["rss_bytes"]
+    assert after["descriptors"] <= before["descriptors"] + 8
+    assert after["threads"] <= before["threads"] + 4
+    assert set(swarm.leave_all().values()) == {0}
+    assert_no_traceback(*swarm.peers)
 
 
 def rounds_until_agreed(peers: list[Peer], after: float) -> int | None:
