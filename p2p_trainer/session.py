@@ -273,7 +273,6 @@ class Session:
             signed = self._sign(manifest, task, layout, arena, fragments)
         if signed is None:
             raise CheckpointError("The run's manifest is lost.", f"Remove {self.directory.path} to start anew.")
-        arena.snapshot.copy_(arena.base)
         return Prepared(
             signed=signed,
             manifest=manifest,

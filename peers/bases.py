@@ -162,6 +162,7 @@ class BaseKeeper:
             await self._run.training.no_snapshot_under_way(state)
             keep, rebased = await self._run.tasks.whole(self._put_fetched(state, fetched))
             await self._run.training.rebased(state, keep, rebased)
+            state.forget_snapshot()
             self._presence.changed.set()
             self._run.training.send(
                 Event(

@@ -10,7 +10,7 @@ their mean; afterwards what was accepted is taken out of the sum.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -22,6 +22,9 @@ Decoded = tuple[int, int, torch.Tensor]
 
 class Contribution(Protocol):
     """How one fragment's snapshot is used. ``snapshot`` and ``base`` are float32 ``(size,)``, changed in place."""
+
+    accumulates: ClassVar[bool]
+    """Whether a snapshot adds to what is there; else it is of no use once training stands on the next base."""
 
     def values(self, snapshot: torch.Tensor, base: torch.Tensor, spans: Sequence[PendingSpan]) -> torch.Tensor:
         """What to contribute: a new float32 tensor ``(size,)``, the direction in which the base should go.
@@ -48,6 +51,8 @@ class Contribution(Protocol):
 
 class Difference:
     """``local`` mode."""
+
+    accumulates: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._weightless: list[tuple[int, int]] = []
@@ -87,6 +92,8 @@ class Difference:
 
 class GradientSum:
     """``gradient`` mode."""
+
+    accumulates: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._spans: Sequence[PendingSpan] = ()

@@ -43,6 +43,7 @@ class FragmentState:
     ) -> None:
         where = layout.slice(index)
         self.index = index
+        self._arena, self._where = arena, where
         self.size = layout.size(index)
         self.base = arena.base[where]
         self.outer_state = arena.outer_state[:, where]
@@ -125,6 +126,12 @@ class FragmentState:
         self.taken = self.late = None
         self._contribution.given_up(self.snapshot)
 
+    def forget_snapshot(self) -> None:
+        """Give its memory back. If it turns out to be in a base later, what was trained since is dropped with it."""
+        if not self._contribution.accumulates:
+            self.taken = self.late = None
+            self._arena.release_snapshot(self._where)
+
     def frozen(self) -> FrozenBase:
         """A copy of the base for serving."""
         return FrozenBase(
@@ -138,12 +145,20 @@ class FragmentState:
         )
 
     def next_base(
-        self, outer: OuterOptimizer, plan: RoundPlan, average: torch.Tensor, parts: Sequence[AveragedPart]
+        self,
+        outer: OuterOptimizer,
+        plan: RoundPlan,
+        average: torch.Tensor,
+        parts: Sequence[AveragedPart],
+        spare: torch.Tensor | None = None,
     ) -> NextBase:
-        """The outer step, in buffers of its own (shadow); nothing in place changes."""
+        """The outer step, in buffers of its own (shadow); nothing in place changes.
+
+        :param spare: memory for the new base, float32 ``(size,)``
+        """
         total = self.total_element_samples + element_samples(plan, parts)
         version = self.version + 1
-        base, outer_state = outer.step(self.base, self.outer_state, average, version)
+        base, outer_state = outer.step(self.base, self.outer_state, average, version, spare)
         history = extend_history(self.history, receipt_for(plan, parts, version))
         digest = base_digest(
             fragment=self.index,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -15,6 +16,7 @@ import torch
 
 from dht_config.manifest import OuterOptimizerSection
 
+PIECE_ELEMENTS = 1 << 18
 NO_HISTORY = bytes(32)
 """The history of a base of version 0."""
 
@@ -27,15 +29,21 @@ class OuterOptimizer(Protocol):
         """Vectors of state that belong to a base, all zero at version 0."""
 
     def step(
-        self, base: torch.Tensor, state: torch.Tensor, average: torch.Tensor, version: int
+        self,
+        base: torch.Tensor,
+        state: torch.Tensor,
+        average: torch.Tensor,
+        version: int,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New base and state, as new tensors; nothing is changed in place.
+        """New base and state; none of what it is given is changed but ``out``.
 
         :param base: float32 ``(size,)``
         :param state: float32 ``(states, size)``
         :param average: weighted mean of the contributions, float32 ``(size,)``: the direction in which to go, that is
             local parameters minus base, or the negative mean gradient
         :param version: of the new base, 1 for the first step
+        :param out: float32 ``(size,)``, memory for the new base; without it a new tensor
         """
 
 
@@ -48,12 +56,21 @@ class Nesterov:
     states: ClassVar[int] = 1
 
     def step(
-        self, base: torch.Tensor, state: torch.Tensor, average: torch.Tensor, version: int
+        self,
+        base: torch.Tensor,
+        state: torch.Tensor,
+        average: torch.Tensor,
+        version: int,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``OuterOptimizer``; the state is the momentum."""
-        momentum = torch.sub(torch.mul(state[0], self.momentum), average)
-        look_ahead = torch.sub(torch.mul(momentum, self.momentum), average)
-        return torch.sub(base, torch.mul(look_ahead, self.lr)), momentum.unsqueeze(0)
+        new_base, new_state = torch.empty_like(base) if out is None else out, torch.empty_like(state)
+        for part in _cache_sized(len(base)):
+            momentum = torch.sub(torch.mul(state[0, part], self.momentum), average[part])
+            look_ahead = torch.sub(torch.mul(momentum, self.momentum), average[part])
+            torch.sub(base[part], torch.mul(look_ahead, self.lr), out=new_base[part])
+            new_state[0, part] = momentum
+        return new_base, new_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +87,33 @@ class AdamW:
     states: ClassVar[int] = 2
 
     def step(
-        self, base: torch.Tensor, state: torch.Tensor, average: torch.Tensor, version: int
+        self,
+        base: torch.Tensor,
+        state: torch.Tensor,
+        average: torch.Tensor,
+        version: int,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``OuterOptimizer``; the state is the first and the second moment of the gradient."""
         beta1, beta2 = self.betas
-        # The average points downhill: it is the negative gradient.
-        first = torch.sub(torch.mul(state[0], beta1), torch.mul(average, 1.0 - beta1))
-        second = torch.add(torch.mul(state[1], beta2), torch.mul(torch.mul(average, average), 1.0 - beta2))
-        scale = torch.add(torch.sqrt(torch.div(second, 1.0 - power(beta2, version))), self.eps)
-        direction = torch.div(torch.div(first, 1.0 - power(beta1, version)), scale)
-        shrunk = torch.mul(base, 1.0 - self.lr * self.weight_decay)
-        return torch.sub(shrunk, torch.mul(direction, self.lr)), torch.stack((first, second))
+        bias1, bias2 = 1.0 - power(beta1, version), 1.0 - power(beta2, version)
+        new_base, new_state = torch.empty_like(base) if out is None else out, torch.empty_like(state)
+        for part in _cache_sized(len(base)):
+            # The average points downhill: it is the negative gradient.
+            downhill = average[part]
+            first = torch.sub(torch.mul(state[0, part], beta1), torch.mul(downhill, 1.0 - beta1))
+            second = torch.add(torch.mul(state[1, part], beta2), torch.mul(torch.mul(downhill, downhill), 1.0 - beta2))
+            scale = torch.add(torch.sqrt(torch.div(second, bias2)), self.eps)
+            direction = torch.div(torch.div(first, bias1), scale)
+            shrunk = torch.mul(base[part], 1.0 - self.lr * self.weight_decay)
+            torch.sub(shrunk, torch.mul(direction, self.lr), out=new_base[part])
+            new_state[0, part], new_state[1, part] = first, second
+        return new_base, new_state
+
+
+def _cache_sized(size: int) -> Iterator[slice]:
+    """All elements in pieces, so that what lies between two operations takes no memory to speak of."""
+    return (slice(start, min(start + PIECE_ELEMENTS, size)) for start in range(0, size, PIECE_ELEMENTS))
 
 
 def power(base: float, exponent: int) -> float:

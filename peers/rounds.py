@@ -28,7 +28,7 @@ from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
 from peers.pipe import Event, Rebased, SnapshotTaken
 from peers.presence import RECORD_SECONDS, Presence
-from peers.reducer import BY_SAMPLES, MAX_ABSOLUTE_DIFFERENCE, MAX_BATCH, Rules
+from peers.reducer import BY_SAMPLES, MAX_BATCH, InvalidPart, Rules, check_values, off_loop
 from peers.round import TRANSPORT_ERRORS, Round, RoundResult, RoundVoid
 from peers.round_plan import GroupMember, RoundPlan, plan_round
 from peers.servicer import SwarmServicer
@@ -46,6 +46,8 @@ ENOUGH = 0.9
 """A step on averaged gradients needs this share of its global batch: rates that peers advertise differ for a moment."""
 ATTEMPTS = 3
 """Of one tick's round: a group that lost a reducer re-forms without it while there is time."""
+KEPT_SNAPSHOTS = 2
+"""Of rounds that brought no result here: if others counted us, what was trained since then can be kept."""
 MAX_SAMPLES_PER_SECOND = 1e6
 """No peer is this fast: bounds what one can announce since the run began, so that totals stay countable."""
 
@@ -185,6 +187,8 @@ class RoundKeeper:
                 except Exception as error:
                     logger.exception("A round failed in an unexpected way; its contribution is carried on")
                     report["reason"] = f"unexpected: {error!r}"
+                if state.taken is not None and not state.uncertain:
+                    state.forget_snapshot()  # nobody was sent anything of it
         report.update(version=state.version, digest=state.digest.hex())
         self._run.training.send(Event("round", report))
 
@@ -193,6 +197,7 @@ class RoundKeeper:
         better = self._bases.better_claim(state)
         if better is not None:
             raise RoundVoid(f"the swarm is at version {better.version}; fetching it first")
+        self._forget_snapshots(state)
         taken = await self._run.training.snapshot(state, max(0.1, begins - self._run.clock.now()))
         if taken is None:
             raise RoundVoid("the training step was too long for a snapshot in time; it serves the next round")
@@ -200,9 +205,11 @@ class RoundKeeper:
         report["outcome"] = "carried"
         spans = state.ledger.pending(taken.samples, taken.steps)
         values = await asyncio.to_thread(state.contribution, spans)
-        if not bool((values.abs() <= MAX_ABSOLUTE_DIFFERENCE).all()):  # also true for NaN
+        try:
+            await off_loop(state.size, check_values, values)
+        except InvalidPart as error:
             await self._discard_progress(state)
-            raise RoundVoid("the local parameters had diverged; they were set back to the base")
+            raise RoundVoid("the local parameters had diverged; they were set back to the base") from error
         brought = _Brought(tick=tick, taken=taken, spans=spans, values=values)
         before = ""
         for attempt in range(ATTEMPTS):
@@ -217,6 +224,13 @@ class RoundKeeper:
                 if again is None or attempt == ATTEMPTS - 1:
                     raise
                 begins, before = again, str(lost)
+
+    def _forget_snapshots(self, state: FragmentState) -> None:
+        """Of rounds without a result, the oldest first, if there are many: memory is for a few at a time."""
+        idle = [other for other in self._run.fragments if other.taken is not None and not other.busy.locked()]
+        idle.sort(key=lambda other: (other.index - state.index) % len(self._run.fragments))
+        for other in idle[: max(0, len(idle) - KEPT_SNAPSHOTS)]:
+            other.forget_snapshot()
 
     def _next_attempt(self, tick: int) -> float | None:
         """When all that lost a reducer in these moments meet again; None if the fragment's next round is too near.
@@ -276,7 +290,10 @@ class RoundKeeper:
         else:
             result, left_out = await self._all_reduce(plan, state, brought.values, report)
             average, parts = result.average, result.parts
-        new = await asyncio.to_thread(state.next_base, self._outer, plan, average, parts)
+        # Every part of ours has been answered, so the contribution's memory is free (not that of the average, which
+        # late receivers may still read; and not if reducers of an earlier attempt may).
+        spare = brought.values if len(members) > 1 and not attempt else None
+        new = await asyncio.to_thread(state.next_base, self._outer, plan, average, parts, spare)
         rebased = await self._run.tasks.whole(self._commit(state, new, plan, parts))
         self._presence.step_fell_short = False
         state.average_residual.replace(left_out)
@@ -287,6 +304,7 @@ class RoundKeeper:
         if any(own_index not in part.included for part in parts):
             report["reason"] = "some parts closed without us; their contribution is carried on"
         await self._run.training.rebased(state, True, rebased)
+        state.forget_snapshot()
 
     async def _commit(
         self, state: FragmentState, new: NextBase, plan: RoundPlan, parts: tuple[AveragedPart, ...]

@@ -241,6 +241,8 @@ class Swarm:
             self._training.answered(message)
         elif isinstance(message, BeginTraining):
             self._training.begun = message
+            for state in self._fragments:
+                state.forget_snapshot()  # references of what was restored
             if self._presence is not None:
                 self._presence.changed.set()
         elif isinstance(message, Progress):

@@ -84,8 +84,8 @@ def test_three_hundred_failing_rounds_leave_nothing_behind(swarm: Swarm) -> None
     """A reducer that answers nonsense and a sender that sends it: no round of the two can succeed."""
     manifest = small_manifest(
         swarm.path / "quick.toml",
-        fragments="fragments = 4",
-        tick_seconds="tick_seconds = 0.4",
+        fragments="fragments = 8",
+        tick_seconds="tick_seconds = 0.2",
         matchmaking_seconds="matchmaking_seconds = 0.6",
     )
     bootstrap = swarm.bootstrap(manifest=manifest)
