@@ -171,19 +171,22 @@ class BaseKeeper:
     async def _replace_base(self, state: FragmentState) -> None:
         try:
             async with state.busy:
-                await self._replace_locked(state)
+                replaced = await self._replace_locked(state)
         finally:
             self._replacing.discard(state.index)
+        if replaced:
+            self.catch_up()
 
-    async def _replace_locked(self, state: FragmentState) -> None:
+    async def _replace_locked(self, state: FragmentState) -> bool:
+        """Whether the fragment has another base now."""
         claim = self.better_claim(state)
         if claim is None:
-            return
+            return False
         before, began = state.version, self._run.clock.now()
         dropped = state.ledger.dropped_element_samples()
         fetched = await self._fetch(state, claim, lambda *_: None)
         if fetched is None:
-            return
+            return False
         await self._run.training.no_snapshot_under_way(state)
         keep, rebased = await self._run.tasks.whole(self._put_fetched(state, fetched))
         await self._run.training.rebased(state, keep, rebased)
@@ -204,6 +207,7 @@ class BaseKeeper:
                 },
             )
         )
+        return True
 
     async def _put_fetched(
         self, state: FragmentState, fetched: FetchedBase
