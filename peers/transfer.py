@@ -24,9 +24,9 @@ from peers.reducer import FLOAT32
 PIECES = 64
 """A base is cut into about this many, so that donors of unlike speed share it finely ..."""
 LEAST_PIECE_BYTES = 64 * 1024
-"""... but a message costs about as much as copying this, ..."""
+"""... but messages cost: both ends together took 3.7 CPU seconds a GB with these, 2 with four times as much ..."""
 MOST_PIECE_BYTES = 1024 * 1024
-"""... and what has not arrived whole when a donor fails is lost."""
+"""... and what has not arrived whole when a donor fails is lost, and must arrive within ``IDLE_SECONDS``."""
 
 
 class TransferFailed(Exception):

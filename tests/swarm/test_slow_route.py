@@ -22,3 +22,17 @@ def test_a_peer_on_a_slow_route_that_loses_packets_gets_in(swarm: Swarm) -> None
     assert "The model is here" in slow.text
     swarm.wait_said(bootstrap, "1 peer(s) are training")
     assert_no_traceback(*swarm.peers)
+
+
+def test_a_peer_that_fetches_for_longer_than_a_cycle_gets_in(swarm: Swarm) -> None:
+    """The donor serves on what has passed while it is fetched. A fragment of 0.6 MB takes the line 5 s, a cycle 2 s."""
+    manifest = small_manifest(swarm.path / "run.toml", hidden_sizes="hidden_sizes = [2048]")
+    swarm.links(bootstrap="100M", steady="100M", slow="1M")
+    bootstrap = swarm.bootstrap(manifest=manifest)
+    steady = swarm.join("steady", bootstrap.invite, 40)
+    swarm.wait_averaged(steady, group=1, rounds=2)
+    slow = swarm.join("slow", bootstrap.invite, 40)
+    swarm.wait_until(lambda: slow.events("train"), "the slow peer trains", 2 * START_SECONDS)
+    assert "The model is here" in slow.text
+    swarm.wait_averaged(slow, steady, rounds=1)
+    assert_no_traceback(*swarm.peers)
