@@ -23,6 +23,8 @@ DONORS_AT_ONCE = 4
 """For one base. Each of them makes a copy of it for serving: the swarm pays for a newcomer's haste in memory."""
 BYTES_PER_DONOR = 512 * 1024
 """A base is worth one donor more for each of these that are missing: calling one costs round trips."""
+ANOTHER_SECONDS = 5.0
+"""It is worth one more for each of these that it has taken, too: the one donor of a small base may be slow."""
 FIRST_PIECES_AHEAD = 2
 MOST_PIECES_AHEAD = 16
 QUICK_SECONDS = 1.0
@@ -75,14 +77,16 @@ class BaseFetcher:
         """Let donors work until everything is here or none is left; those that failed are taken off the list."""
         running: dict[asyncio.Task[None], str] = {}
         here, timed_out = partial.bytes_here, False
+        now = asyncio.get_running_loop().time
+        began = now()
         try:
             while not partial.complete:
                 for donor in [donor for donor in willing if donor not in running.values()]:
-                    if len(running) < _donors_wanted(partial) and partial.has_work_for(donor):
+                    if len(running) < _donors_wanted(partial, now() - began) and partial.has_work_for(donor):
                         running[asyncio.create_task(self._take_from(donor, partial, on_bytes))] = donor
                 if not running:
                     break
-                ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait(running, timeout=ANOTHER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
                     donor = running.pop(task)
                     error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -138,11 +142,11 @@ class BaseFetcher:
             partial.give_back(donor)
 
 
-def _donors_wanted(partial: PartialBase) -> int:
-    """How many donors are worth calling for what is missing."""
+def _donors_wanted(partial: PartialBase, seconds: float) -> int:
+    """How many donors are worth calling for what is missing, after so many seconds."""
     if partial.one_donor:
         return 1
-    return min(DONORS_AT_ONCE, max(1, partial.bytes_missing // BYTES_PER_DONOR))
+    return min(DONORS_AT_ONCE, max(1, partial.bytes_missing // BYTES_PER_DONOR) + int(seconds // ANOTHER_SECONDS))
 
 
 def _request(partial: PartialBase, piece: Piece) -> BaseRequest:

@@ -227,15 +227,14 @@ class BaseKeeper:
         """
         earlier = self._partial.get(state.index)
         if earlier is not None and earlier.claim != claim:
-            fetched = None
-            if (
-                state.version < earlier.claim.version < claim.version
-                and earlier.bytes_here > MOSTLY * earlier.num_bytes
-            ):
+            if state.version < earlier.claim.version < claim.version and self._nearly_here(earlier):
+                if not any(self._donors.usable(donor, earlier.claim.digest) for donor in earlier.senders):
+                    return None  # they failed a moment ago, and will be asked again in another
+                before = earlier.bytes_here
                 fetched = await self._complete(earlier, list(earlier.senders), on_progress)
-            if fetched is not None:
-                return fetched
-            self._partial.pop(state.index, None)
+                if fetched is not None or earlier.bytes_here > before:
+                    return fetched
+            del self._partial[state.index]
         partial = self._partial.get(state.index)
         if partial is None:
             states = len(state.outer_state)
@@ -244,6 +243,11 @@ class BaseKeeper:
         announcing = [peer for peer, other in self._presence.view.claims(state.index).items() if other == claim]
         random.shuffle(announcing)  # so that newcomers spread
         return await self._complete(partial, list(dict.fromkeys([*partial.senders, *announcing])), on_progress)
+
+    def _nearly_here(self, partial: PartialBase) -> bool:
+        """Whether a base is worth completing although the swarm has moved on, and somebody may still serve it."""
+        some = any(self._donors.believed(donor) for donor in partial.senders)
+        return some and partial.bytes_here > MOSTLY * partial.num_bytes
 
     async def _complete(
         self, partial: PartialBase, donors: list[str], on_progress: Callable[[int, int], None]

@@ -138,6 +138,18 @@ def test_a_small_base_comes_from_one_donor() -> None:
     asyncio.run(scene())
 
 
+def test_a_small_base_that_takes_long_is_worth_a_second_donor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_fetch, "ANOTHER_SECONDS", 0.02)
+
+    async def scene() -> None:
+        small = frozen_base(size=1000)
+        donors = Donors({"silent": honest(small), "good": honest(small)}, gates={"silent": asyncio.Event()})
+        fetched = assert_right(await donors.fetch(partial_base(claim_of(small), size=1000)), small)
+        assert (fetched.donors, donors.calls) == (("good",), ["silent", "good"])
+
+    asyncio.run(scene())
+
+
 def test_a_fast_donor_takes_more_and_a_stalled_one_holds_nobody_up() -> None:
     async def scene() -> None:
         donors = Donors({"stalled": honest(), "fast": honest()}, gates={"stalled": asyncio.Event()})
