@@ -59,7 +59,7 @@ class BaseKeeper:
         """Fetch the bases that we lack or that are behind, and tell the training process where it stands.
 
         On a line that needs longer than a cycle for a fragment they are those of a moment ago: the rest of the way is
-        made while training.
+        made while training, and until then no round counts on us.
 
         :param contributed: cumulative samples and steps of our last contribution
         """
@@ -90,6 +90,8 @@ class BaseKeeper:
                         async with state.content:
                             keep[state.index] &= state.adopt(fetched, self._run.own_id)
                 too_slow_to_be_current = fetched is not None and fetched.seconds > self._run.schedule.cycle_seconds
+                if too_slow_to_be_current:
+                    await refresh()  # whether it has passed in the meantime
                 if too_slow_to_be_current or (claim is None and state.version >= 0):
                     state.snapshot.copy_(reference)
                     progress.note(state.index, state.num_bytes)
@@ -102,6 +104,7 @@ class BaseKeeper:
 
         await asyncio.gather(*(complete(state) for state in self._run.fragments))
         self._partial.clear()
+        self._presence.caught_up = any(self.better_claim(state) is None for state in self._run.fragments)
         counts = counts_at_start(self._run.fragments, (samples, steps), contributed)
         if counts[0] > samples:
             # We contributed work that our checkpoint does not know: what we restored is older than that.
@@ -112,6 +115,10 @@ class BaseKeeper:
         for state in self._run.fragments:
             if not keep[state.index]:
                 state.drop_undecided(samples, steps)
+        if not self._presence.caught_up:
+            self._run.training.send(
+                Waiting("The swarm moves on faster than this line fetches: training alone until it has caught up.")
+            )
         self._run.training.send(
             Synced(fragments=[state.meta for state in self._run.fragments], keep=keep, samples=samples, steps=steps)
         )
@@ -153,6 +160,9 @@ class BaseKeeper:
                     behind.append(state)
                 else:
                     self._partial.pop(state.index, None)
+                    if not self._presence.caught_up:
+                        self._presence.caught_up = True
+                        self._presence.changed.set()
         if self._run.settings.role == "serving" and behind and not self._presence.leaving():
             if now - self._last_keep < KEEPER_SECONDS:
                 return

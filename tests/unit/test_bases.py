@@ -86,7 +86,9 @@ class Peer:
             view=SimpleNamespace(claims=lambda fragment: swarm.claims(fragment, self.name)),
             present=swarm.training,
             refresh=swarm.refresh,
+            caught_up=False,
         )
+        self.presence = presence
         self.keeper = BaseKeeper(run, presence, self.line)  # type: ignore[arg-type]
 
     def be_at(self, version: int, *, samples: int = 0) -> None:
@@ -166,6 +168,7 @@ def test_a_newcomer_fetches_from_several_donors_and_says_how_far_it_is() -> None
         newcomer = await swarm.add("new")
         await newcomer.sync()
         assert_same_bases(newcomer, donors[0])
+        assert newcomer.presence.caught_up
         assert {donor for _, donor in swarm.calls} == {donor.name for donor in donors}
         progress = [told for told in newcomer.told if isinstance(told, Syncing)]
         assert progress[0] == Syncing(0, 16 * SIZE) and progress[-1] == Syncing(16 * SIZE, 16 * SIZE)
@@ -239,6 +242,8 @@ def test_on_a_line_that_needs_longer_than_a_cycle_a_newcomer_gets_in_with_what_w
         await newcomer.sync()
         assert all(3 <= version < donor.versions[0] for version in newcomer.versions)
         assert len(swarm.calls) == 2, "each fragment once"
+        assert not newcomer.presence.caught_up, "no round may count on it yet"
+        assert "until it has caught up" in newcomer.told[-2].text
 
     asyncio.run(scene())
 
