@@ -11,7 +11,9 @@ donors send at 5 Mbit/s, the newcomer receives at 50. Served and fetched is as i
 does; the ratio is of the steps in both, so that what else the machine does meets both. ``cpu_seconds_per_gigabyte`` is
 what the donor's process and its daemon used, which a machine with no core to spare would take from training.
 
-FIGURES
+Measured with these defaults on 2 shared cores (load 6 from other work): a base of 8 MB was there after 13.6 s with one
+donor and after 4.8 s with three, 2.8 times as fast; the lines alone take 12.8 and 4.3 s. Training went on at 0.98 of
+its rate while 8 MB a second were served (19.3 of 19.6 steps a second); serving took 4.9 CPU seconds a gigabyte.
 """
 
 from __future__ import annotations
