@@ -15,7 +15,17 @@ from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.text import Text
 
 PLAIN_UPDATE_SECONDS = 10.0
@@ -148,6 +158,9 @@ class LiveView:
         self._last_view: PeerView | None = None
         self._unprinted = False
         self._under_way = ""
+        self._received = 0
+        self._began = self._told = (0.0, 0)
+        """When the first and the last plain line about the download were due, and how much was there."""
 
     def status(self, text: str) -> None:
         """Say something once, on a line of its own; the same text again is not repeated."""
@@ -163,26 +176,44 @@ class LiveView:
         if self.interactive:
             if self._progress is None and done:
                 return
-            self._bar("Measuring this machine", fraction, 1.0, TaskProgressColumn(), done)
+            self._bar("Measuring this machine", fraction, 1.0, (TaskProgressColumn(),), done)
         elif self._begins_or_ends("measuring", done):
             self._print("This machine is measured." if done else "Measuring this machine ...")
 
     def syncing(self, bytes_received: int, bytes_expected: int) -> None:
-        """Show the download of the model's bases; it ends when everything expected is there.
+        """Show the download of the model's bases; it ends when everything expected is there. It never goes backwards.
 
         :param bytes_expected: 0 while it is not known
         """
+        bytes_received = self._received = max(bytes_received, self._received)
         done = 0 < bytes_expected <= bytes_received
+        title = "Fetching the model from other peers"
         if self.interactive:
             total = float(bytes_expected) if bytes_expected > 0 else None
-            self._bar("Fetching the model from other peers", float(bytes_received), total, DownloadColumn(), done)
+            columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
+            self._bar(title, float(bytes_received), total, columns, done)
         elif self._begins_or_ends("syncing", done):
+            self._told = self._began = self._clock(), bytes_received
             expected = f" ({_megabytes(bytes_expected)})" if bytes_expected > 0 else ""
             self._print(
-                f"The model is here: {_megabytes(bytes_received)} fetched."
-                if done
-                else f"Fetching the model from other peers{expected} ..."
+                f"The model is here: {_megabytes(bytes_received)} fetched." if done else f"{title}{expected} ..."
             )
+        elif not done and self._clock() - self._told[0] >= PLAIN_UPDATE_SECONDS:
+            self._print(f"{title}: {self._how_far(bytes_received, bytes_expected)}")
+        if done:
+            self._received = 0
+
+    def _how_far(self, received: int, expected: int) -> str:
+        """Bytes, rate since the last plain line, and time left at the rate since the first one."""
+        now = self._clock()
+        (told_at, told), self._told = self._told, (now, received)
+        rate = (received - told) / max(now - told_at, 1e-3)
+        words = f"{_megabytes(received)} so far, {_megabytes(int(rate))}/s"
+        mean_rate = (received - self._began[1]) / max(now - self._began[0], 1e-3)
+        if expected <= 0:
+            return words
+        left = f", about {_duration((expected - received) / mean_rate)} left" if mean_rate > 0 else ""
+        return words.replace(" so far", f" of {_megabytes(expected)}") + left
 
     def update(self, view: PeerView) -> None:
         """Show the live line. ``view`` may be changed and given again."""
@@ -235,10 +266,10 @@ class LiveView:
         return began != done  # begun and ended in one call: it was nothing to tell
 
     def _bar(
-        self, title: str, completed: float, total: float | None, column: TaskProgressColumn | DownloadColumn, done: bool
+        self, title: str, completed: float, total: float | None, columns: Sequence[ProgressColumn], done: bool
     ) -> None:
         if self._progress is None or self._progress[0] != title:
-            progress = Progress(TextColumn("{task.description}"), BarColumn(), column, auto_refresh=False)
+            progress = Progress(TextColumn("{task.description}"), BarColumn(), *columns, auto_refresh=False)
             self._progress = title, progress, progress.add_task(title, total=total)
         _, progress, task = self._progress
         progress.update(task, completed=completed, total=total)
@@ -256,6 +287,13 @@ class LiveView:
         self._live.update(renderable, refresh=due or now)
         if due or now:
             self._drawn_at = time.monotonic()
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _ago(seconds: float) -> str:

@@ -3,67 +3,72 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from hivemind.p2p import PeerID
 
+from peers.base_fetch import BaseFetcher
+from peers.base_server import BaseServer
 from peers.context import RunContext
+from peers.donors import DonorRecords
 from peers.fragment_state import FragmentState, counts_at_start
 from peers.lineage import Claim, choose_base
 from peers.messages import BaseAnswer, BaseRequest, BaseRequestHeader
 from peers.pipe import Event, Rebased, Synced, Syncing, Waiting
 from peers.presence import Presence
-from peers.transfer import BaseServer, FetchedBase, FrozenBase, receive_base
+from peers.transfer import FetchedBase, FrozenBase, PartialBase
+from peers.transport import Transport
 
-logger = logging.getLogger(__name__)
-
+BASE = "base"
+"""Name of the call that asks for a base, piece by piece."""
 FETCHES_AT_ONCE = 3
-STREAMS_PER_PEER = FETCHES_AT_ONCE
-FETCH_IDLE_SECONDS = 15.0
-FETCH_BYTES_PER_SECOND = 20_000.0
-"""A donor slower than this is given up for another."""
-MOST_PATIENCE = 8.0
-"""Both limits are stretched twofold each time that no donor kept them, up to this: then it is our own line."""
+SMALL_BYTES = 4 * 1024 * 1024
+"""Fragments up to this are fetched several at once, since most of the time goes into round trips. Bigger ones one after
+the other: on a slow line each is whole sooner, and can take part in a round before it is out of date."""
+MOSTLY = 0.5
+"""What has arrived of a version that passed in the meantime is completed if it is more than this."""
 HASTY_ANSWER_SECONDS = 6.0
-"""Where answers are waited for longer than this, the limits are stretched from the start."""
-BLAME_SECONDS = 10.0
+"""Where answers are waited for longer than this, limits on donors are stretched from the start."""
 KEEPER_SECONDS = 5.0
 """A serving peer follows the swarm by one fragment at a time, this often; at once if somebody leaves."""
 SYNC_ROUNDS_BETWEEN_NOTES = 10
-
-Item = TypeVar("Item")
 
 
 class BaseKeeper:
     """Keeps this peer's bases those of the swarm, and serves them."""
 
-    def __init__(self, run: RunContext, presence: Presence) -> None:
-        self._run, self._presence = run, presence
-        self._server = BaseServer(self._freeze)
-        self._served: Counter[PeerID] = Counter()
-        self._fetching = asyncio.Semaphore(FETCHES_AT_ONCE)
-        self._blamed: dict[tuple[str, bytes], float] = {}
+    def __init__(self, run: RunContext, presence: Presence, transport: Transport) -> None:
+        self._run, self._presence, self._transport = run, presence, transport
+        self._server = BaseServer(self._holds, self._freeze)
+        self._donors = DonorRecords(run.clock.now)
+        patience = max(1.0, run.node.protocol.wait_timeout / HASTY_ANSWER_SECONDS)
+        self._fetcher = BaseFetcher(self._call, self._donors, patience)
+        small = max(state.num_bytes for state in run.fragments) <= SMALL_BYTES
+        self._fetches_at_once = FETCHES_AT_ONCE if small else 1
+        self._partial: dict[int, PartialBase] = {}
+        """By fragment: what has arrived of a base that no donor delivered whole yet."""
+        self._replacing: set[int] = set()
         self._last_keep = 0.0
-        self._patience = self._least_patience = max(1.0, run.node.protocol.wait_timeout / HASTY_ANSWER_SECONDS)
+
+    async def serve(self) -> None:
+        """Serve our bases from now on."""
+        await self._transport.serve(BASE, self._server.answer, BaseRequest)
 
     async def sync(self, samples: int, steps: int, contributed: tuple[int, int]) -> None:
         """Fetch the bases that we lack or that are behind, and tell the training process where it stands.
 
+        On a line that needs longer than a cycle for a fragment they are those of a moment ago: the rest of the way is
+        made while training, and until then no round counts on us.
+
         :param contributed: cumulative samples and steps of our last contribution
         """
         keep = [state.version >= 0 for state in self._run.fragments]
-        expected = sum(state.num_bytes for state in self._run.fragments)
-        received = 0
-
-        def count(length: int) -> None:
-            nonlocal received
-            received += length
-            self._run.training.send(Syncing(received, max(expected, received)))
-
+        progress = _Progress(
+            [state for state in self._run.fragments if state.version < 0 or self.better_claim(state) is not None],
+            self._run.training.send,
+        )
+        slots = asyncio.Semaphore(self._fetches_at_once)
         refreshing: asyncio.Task[None] | None = None
 
         async def refresh() -> None:
@@ -78,15 +83,19 @@ class BaseKeeper:
             # Restored parameters stand on the restored base, however often it is replaced before training begins.
             reference = state.base.clone()
             while True:
-                claim = self.better_claim(state)
-                if claim is None and state.version >= 0:
-                    state.snapshot.copy_(reference)
-                    return
-                if claim is not None:
-                    fetched = await self._fetch(state, claim, count)
+                async with slots:
+                    claim = self.better_claim(state)
+                    fetched = await self._fetch(state, claim, progress.note) if claim is not None else None
                     if fetched is not None:
                         async with state.content:
                             keep[state.index] &= state.adopt(fetched, self._run.own_id)
+                too_slow_to_be_current = fetched is not None and fetched.seconds > self._run.schedule.cycle_seconds
+                if too_slow_to_be_current:
+                    await refresh()  # whether it has passed in the meantime
+                if too_slow_to_be_current or (claim is None and state.version >= 0):
+                    state.snapshot.copy_(reference)
+                    progress.note(state.index, state.num_bytes)
+                    return
                 attempts += 1
                 if attempts % SYNC_ROUNDS_BETWEEN_NOTES == 0:
                     self._run.training.send(Waiting("No peer delivers the current base yet; still trying."))
@@ -94,6 +103,8 @@ class BaseKeeper:
                 await refresh()
 
         await asyncio.gather(*(complete(state) for state in self._run.fragments))
+        self._partial.clear()
+        self._presence.caught_up = any(self.better_claim(state) is None for state in self._run.fragments)
         counts = counts_at_start(self._run.fragments, (samples, steps), contributed)
         if counts[0] > samples:
             # We contributed work that our checkpoint does not know: what we restored is older than that.
@@ -104,6 +115,10 @@ class BaseKeeper:
         for state in self._run.fragments:
             if not keep[state.index]:
                 state.drop_undecided(samples, steps)
+        if not self._presence.caught_up:
+            self._run.training.send(
+                Waiting("The swarm moves on faster than this line fetches: training alone until it has caught up.")
+            )
         self._run.training.send(
             Synced(fragments=[state.meta for state in self._run.fragments], keep=keep, samples=samples, steps=steps)
         )
@@ -112,7 +127,8 @@ class BaseKeeper:
         """What we should fetch for this fragment; a version 0 must be the one the organiser signed.
 
         Where peers train, theirs are the votes: a door that follows slowly and peers that are just coming back would
-        together keep each other on a base of the past.
+        together keep each other on a base of the past. Who was caught lying, or never delivers, has none while there
+        are others.
         """
         initial = self._run.signed_manifest.initial_digests[state.index]
         claims = {
@@ -120,6 +136,7 @@ class BaseKeeper:
             for peer, claim in self._presence.view.claims(state.index).items()
             if claim.version > 0 or claim.digest == initial
         }
+        claims = {peer: claim for peer, claim in claims.items() if self._donors.believed(peer)} or claims
         training = self._presence.present()
         claims = {peer: claim for peer, claim in claims.items() if peer in training} or claims
         return choose_base(
@@ -132,54 +149,76 @@ class BaseKeeper:
         )
 
     def catch_up(self) -> None:
-        """Start fetching every fragment in which the swarm has moved on without us."""
+        """Start fetching fragments in which the swarm has moved on without us, those with the most time left first."""
         if self._run.training.begun is None and self._run.settings.role == "training":
             return
-        behind = [
-            state for state in self._run.fragments if not state.busy.locked() and self.better_claim(state) is not None
-        ]
+        now = self._run.clock.now()
+        behind = []
+        for state in self._run.fragments:
+            if not state.busy.locked() and state.index not in self._replacing:
+                if self.better_claim(state) is not None:
+                    behind.append(state)
+                else:
+                    self._partial.pop(state.index, None)
+                    if not self._presence.caught_up:
+                        self._presence.caught_up = True
+                        self._presence.changed.set()
         if self._run.settings.role == "serving" and behind and not self._presence.leaving():
-            now = self._run.clock.now()
             if now - self._last_keep < KEEPER_SECONDS:
                 return
             self._last_keep = now
             behind = [min(behind, key=lambda state: state.version)]
-        for state in behind:
+        behind.sort(key=lambda state: self._ticks_left(state, now), reverse=True)
+        for state in behind[: max(0, self._fetches_at_once - len(self._replacing))]:
+            self._replacing.add(state.index)
             self._run.tasks.spawn(self._replace_base(state))
 
+    def _ticks_left(self, state: FragmentState, now: float) -> int:
+        """Ticks until the fragment's next round."""
+        schedule = self._run.schedule
+        return (state.index - schedule.fragment(schedule.next_tick(now))) % schedule.fragments
+
     async def _replace_base(self, state: FragmentState) -> None:
-        if state.busy.locked():
-            return
-        async with state.busy:
-            claim = self.better_claim(state)
-            if claim is None:
-                return
-            before, began = state.version, self._run.clock.now()
-            dropped = state.ledger.dropped_element_samples()
-            fetched = await self._fetch(state, claim, lambda _: None)
-            if fetched is None:
-                return
-            await self._run.training.no_snapshot_under_way(state)
-            keep, rebased = await self._run.tasks.whole(self._put_fetched(state, fetched))
-            await self._run.training.rebased(state, keep, rebased)
-            state.forget_snapshot()
-            self._presence.changed.set()
-            self._run.training.send(
-                Event(
-                    "rebase",
-                    {
-                        "fragment": state.index,
-                        "from_version": before,
-                        "to_version": state.version,
-                        "digest": state.digest.hex(),
-                        "donor": fetched.donor,
-                        "kept_progress": keep,
-                        "dropped_samples": (state.ledger.dropped_element_samples() - dropped) / state.size,
-                        "seconds": self._run.clock.now() - began,
-                        "bytes_received": fetched.bytes_received,
-                    },
-                )
+        try:
+            async with state.busy:
+                replaced = await self._replace_locked(state)
+        finally:
+            self._replacing.discard(state.index)
+        if replaced:
+            self.catch_up()
+
+    async def _replace_locked(self, state: FragmentState) -> bool:
+        """Whether the fragment has another base now."""
+        claim = self.better_claim(state)
+        if claim is None:
+            return False
+        before, began = state.version, self._run.clock.now()
+        dropped = state.ledger.dropped_element_samples()
+        fetched = await self._fetch(state, claim, lambda *_: None)
+        if fetched is None:
+            return False
+        await self._run.training.no_snapshot_under_way(state)
+        keep, rebased = await self._run.tasks.whole(self._put_fetched(state, fetched))
+        await self._run.training.rebased(state, keep, rebased)
+        state.forget_snapshot()
+        self._presence.changed.set()
+        self._run.training.send(
+            Event(
+                "rebase",
+                {
+                    "fragment": state.index,
+                    "from_version": before,
+                    "to_version": state.version,
+                    "digest": state.digest.hex(),
+                    "donors": list(fetched.donors),
+                    "kept_progress": keep,
+                    "dropped_samples": (state.ledger.dropped_element_samples() - dropped) / state.size,
+                    "seconds": self._run.clock.now() - began,
+                    "bytes_received": fetched.bytes_received,
+                },
             )
+        )
+        return True
 
     async def _put_fetched(
         self, state: FragmentState, fetched: FetchedBase
@@ -188,87 +227,77 @@ class BaseKeeper:
             keep = await asyncio.to_thread(state.adopt, fetched, self._run.own_id)
             return keep, self._run.training.rebase(state, keep)
 
-    async def _fetch(self, state: FragmentState, claim: Claim, on_bytes: Callable[[int], None]) -> FetchedBase | None:
-        """A verified base from one of the peers that announce it, or None if none of them delivers."""
-        now = self._run.clock.now()
-        self._blamed = {blame: until for blame, until in self._blamed.items() if until > now}
-        donors = [
-            peer
-            for peer, other in self._presence.view.claims(state.index).items()
-            if other == claim and (peer, claim.digest) not in self._blamed
-        ]
-        random.shuffle(donors)
-        request = BaseRequest(BaseRequestHeader(fragment=state.index, version=claim.version, digest=claim.digest))
-        limit_seconds = self._patience * (FETCH_IDLE_SECONDS + state.num_bytes / FETCH_BYTES_PER_SECOND)
-        too_slow = False
-        async with self._fetching:
-            for donor in donors:
-                try:
-                    fetched = await asyncio.wait_for(
-                        self._fetch_from(donor, request, state, claim, on_bytes), limit_seconds
-                    )
-                except Exception as error:
-                    # Whatever goes wrong while reading what a donor sends is the donor's failure, not ours.
-                    logger.debug("Donor %s of fragment %d: %r", donor, state.index, error)
-                    self._blamed[donor, claim.digest] = self._run.clock.now() + BLAME_SECONDS
-                    too_slow = too_slow or isinstance(error, asyncio.TimeoutError)
-                    continue
-                self._patience = self._least_patience
-                return fetched
-        if too_slow:
-            self._patience = min(MOST_PATIENCE * self._least_patience, 2 * self._patience)
-        return None
+    async def _fetch(
+        self, state: FragmentState, claim: Claim, on_progress: Callable[[int, int], None]
+    ) -> FetchedBase | None:
+        """A verified base from the peers that announce it, or None if they do not deliver it.
 
-    async def _fetch_from(
-        self,
-        donor: str,
-        request: BaseRequest,
-        state: FragmentState,
-        claim: Claim,
-        on_bytes: Callable[[int], None],
-    ) -> FetchedBase:
-        answers = await self._run.stub(PeerID.from_base58(donor)).rpc_base(request)
-        return await receive_base(
-            _with_idle_timeout(answers, self._patience * FETCH_IDLE_SECONDS),
-            fragment=state.index,
-            size=state.size,
-            states=len(state.outer_state),
-            claim=claim,
-            donor=donor,
-            on_bytes=on_bytes,
-        )
+        What arrived before is kept. It may be of a version that has passed: whoever sent it keeps that frozen for us.
+
+        :param on_progress: told the fragment and how many bytes of it are here
+        """
+        earlier = self._partial.get(state.index)
+        if earlier is not None and earlier.claim != claim:
+            if state.version < earlier.claim.version < claim.version and self._nearly_here(earlier):
+                if not any(self._donors.usable(donor, earlier.claim.digest) for donor in earlier.senders):
+                    return None  # they failed a moment ago, and will be asked again in another
+                before = earlier.bytes_here
+                fetched = await self._complete(earlier, list(earlier.senders), on_progress)
+                if fetched is not None or earlier.bytes_here > before:
+                    return fetched
+            del self._partial[state.index]
+        partial = self._partial.get(state.index)
+        if partial is None:
+            states = len(state.outer_state)
+            partial = PartialBase(fragment=state.index, size=state.size, states=states, claim=claim)
+            self._partial[state.index] = partial
+        announcing = [peer for peer, other in self._presence.view.claims(state.index).items() if other == claim]
+        random.shuffle(announcing)  # so that newcomers spread
+        return await self._complete(partial, list(dict.fromkeys([*partial.senders, *announcing])), on_progress)
+
+    def _nearly_here(self, partial: PartialBase) -> bool:
+        """Whether a base is worth completing although the swarm has moved on, and somebody may still serve it."""
+        some = any(self._donors.believed(donor) for donor in partial.senders)
+        return some and partial.bytes_here > MOSTLY * partial.num_bytes
+
+    async def _complete(
+        self, partial: PartialBase, donors: list[str], on_progress: Callable[[int, int], None]
+    ) -> FetchedBase | None:
+        fetched = await self._fetcher.fetch(partial, donors, lambda: on_progress(partial.fragment, partial.bytes_here))
+        if fetched is not None:
+            self._partial.pop(partial.fragment, None)
+        return fetched
+
+    async def _call(self, donor: str, requests: AsyncIterator[BaseRequest]) -> AsyncGenerator[BaseAnswer, None]:
+        return await self._transport.call(PeerID.from_base58(donor), BASE, requests, BaseAnswer)
+
+    def _holds(self, header: BaseRequestHeader) -> bool:
+        """Whether the base that is asked for is our current one."""
+        if header.fragment >= len(self._run.fragments):
+            return False
+        state = self._run.fragments[header.fragment]
+        return state.version >= 0 and header.digest == state.digest
 
     async def _freeze(self, fragment: int) -> FrozenBase:
         state = self._run.fragments[fragment]
         async with state.content:
             return await asyncio.to_thread(state.frozen)
 
-    async def answer_base(self, request: BaseRequest, remote_id: PeerID) -> AsyncIterator[BaseAnswer]:
-        """Serve a base, if we hold the one that is asked for."""
-        header = request.header
-        if header is None or header.fragment >= len(self._run.fragments):
-            return
-        state = self._run.fragments[header.fragment]
-        if state.version < 0 or (header.digest != state.digest and not self._server.holds(header)):
-            return
-        if self._served[remote_id] >= STREAMS_PER_PEER:
-            return
-        self._served[remote_id] += 1
-        try:
-            async for answer in self._server.answer(header):
-                yield answer
-        finally:
-            self._served[remote_id] -= 1
-            if not self._served[remote_id]:
-                del self._served[remote_id]
 
+class _Progress:
+    """How much of what a peer lacked at its start is here. Never less than before, whatever is fetched again."""
 
-async def _with_idle_timeout(stream: AsyncIterator[Item], seconds: float) -> AsyncIterator[Item]:
-    """Pass a stream on; TimeoutError if nothing arrives for ``seconds``."""
-    iterator = stream.__aiter__()
-    while True:
-        try:
-            item = await asyncio.wait_for(iterator.__anext__(), seconds)
-        except StopAsyncIteration:
-            return
-        yield item
+    def __init__(self, lacking: list[FragmentState], send: Callable[[Syncing], None]) -> None:
+        self._send = send
+        self._here = {state.index: 0 for state in lacking}
+        self._expected = sum(state.num_bytes for state in lacking)
+        self._tell()
+
+    def note(self, fragment: int, bytes_here: int) -> None:
+        if bytes_here > self._here.get(fragment, bytes_here):
+            self._here[fragment] = bytes_here
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._here:
+            self._send(Syncing(sum(self._here.values()), self._expected))

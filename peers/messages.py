@@ -11,11 +11,12 @@ rpc                    request                                               ans
 rpc_time               Ask                                                   Clock
 rpc_look               Ask ("my records have changed")                       Clock
 rpc_join_group         hivemind's JoinRequest (gather = RoundAnnouncement)   hivemind's MessageFromLeader
-rpc_base               BaseRequest                                           BaseHeader, then BaseChunk
 average                stream of Part, in part order                         stream of Average, in part order
+base                   stream of BaseRequest, one for each piece             stream of BaseAnswer, in that order
 =====================  ====================================================  ==============================
 
-``average`` goes through ``transport.py``, which frames header and body itself; the rest as ``ServicerBase`` does it.
+``average`` and ``base`` go through ``transport.py``, which frames header and body itself; the rest as ``ServicerBase``
+does it.
 """
 
 from __future__ import annotations
@@ -125,15 +126,20 @@ def unpack_receipts(packed: bytes) -> tuple[Receipt, ...]:
 
 
 class BaseRequestHeader(Header):
-    """Asks for the base of one fragment."""
+    """Asks for bytes ``[start, stop)`` of a fragment's base: its parameters, then its outer state, float32.
+
+    With ``start == stop`` it asks for what belongs to the base besides, its ``BaseHeader``.
+    """
 
     fragment: Annotated[int, Field(ge=0, le=255)]
     version: Version
     digest: Digest
+    start: Position
+    stop: Position
 
 
 class BaseHeader(Header):
-    """Announces a base: the body chunks that follow are its parameters, then its outer state, float32."""
+    """What belongs to a base besides its bytes."""
 
     version: Version
     total_element_samples: Annotated[bytes, Field(min_length=16, max_length=16)]
@@ -143,10 +149,17 @@ class BaseHeader(Header):
     """Of consecutive versions, the last one this base's."""
 
 
-class BaseChunkHeader(Header):
-    """The next bytes of a base."""
+class BasePieceHeader(Header):
+    """The bytes of a base that were asked for: body is the piece that begins at ``start``."""
 
-    offset: Position
+    start: Position
+
+
+class BaseRefusalHeader(Header):
+    """The last answer of a donor that does not serve this base, or not now."""
+
+    busy: bool
+    """Whether to ask again in a moment: too many are asking. Otherwise the donor has moved on."""
 
 
 class WireMessage:
@@ -228,23 +241,27 @@ class BaseAnnouncement(WireMessage):
     header: BaseHeader | None
 
 
-class BaseChunk(WireMessage):
-    header_type = BaseChunkHeader
-    header: BaseChunkHeader | None
+class BasePiece(WireMessage):
+    header_type = BasePieceHeader
+    header: BasePieceHeader | None
+
+
+class BaseRefusal(WireMessage):
+    header_type = BaseRefusalHeader
+    header: BaseRefusalHeader | None
 
 
 class BaseAnswer(WireMessage):
-    """First a BaseHeader, then BaseChunkHeaders: which one is told apart by its fields."""
+    """A BaseHeader, a BasePieceHeader with its body or a BaseRefusalHeader: which one is told apart by its fields."""
 
-    header: BaseHeader | BaseChunkHeader | None
+    header: BaseHeader | BasePieceHeader | BaseRefusalHeader | None
 
-    def ParseFromString(self, data: bytes) -> None:
-        for kind in (BaseChunk, BaseAnnouncement):
-            parsed = kind.FromString(data)
+    def _parse(self, packed_header: bytes | memoryview, body: memoryview) -> None:
+        for kind in (BasePiece, BaseAnnouncement, BaseRefusal):
+            parsed = kind.from_parts(packed_header, body)
             if parsed.header is not None:
                 self.header, self.body = parsed.header, parsed.body
                 return
-        self.header = None
 
 
 def mask_of(indices: set[int], group_size: int) -> bytes:

@@ -62,6 +62,9 @@ class Presence:
         """Set by whoever changes what our records say; they are published at once."""
         self.announced = False
         """Whether our record says that we train: only then may we take part in rounds."""
+        self.caught_up = False
+        """Whether our base of any fragment has been the swarm's. Before that nobody should count on us: on a line too
+        slow to keep up, a peer that rounds wait for would hold everybody up."""
         self._own_record: Member | None = None
         self._known: set[str] = set()
         self._dead: dict[str, float] = {}
@@ -305,7 +308,7 @@ class Presence:
             try:
                 if self.changed.is_set() or now - published >= PUBLISH_SECONDS:
                     self.changed.clear()
-                    if self._run.training.begun is not None and status == "syncing":
+                    if self._run.training.begun is not None and status == "syncing" and self.caught_up:
                         status = "training"
                     await self.publish(status)
                     published = now

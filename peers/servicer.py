@@ -1,6 +1,6 @@
 """What other peers can call: the run's remote procedures, each passed on to the part that answers it.
 
-The contributions to a round do not come this way but through ``transport.py``.
+What is long, contributions to rounds and bases, does not come this way but through ``transport.py``.
 """
 
 from __future__ import annotations
@@ -15,19 +15,13 @@ from hivemind.proto import averaging_pb2
 from dht_config.keys import rpc_namespace
 from peers.clock import SwarmClock
 from peers.grouping import FragmentMatchmaking
-from peers.messages import Ask, BaseAnswer, BaseRequest, Clock, ClockHeader
+from peers.messages import Ask, Clock, ClockHeader
 
 
 class RoundDesk(Protocol):
     """Answers what belongs to rounds."""
 
     def matchmaking_for(self, group_key: str) -> FragmentMatchmaking | None: ...
-
-
-class BaseDesk(Protocol):
-    """Answers what belongs to bases."""
-
-    def answer_base(self, request: BaseRequest, remote_id: PeerID) -> AsyncIterator[BaseAnswer]: ...
 
 
 class PresenceDesk(Protocol):
@@ -37,12 +31,11 @@ class PresenceDesk(Protocol):
 
 
 class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
-    """What other peers can call. ``rounds``, ``bases`` and ``presence`` are set once there are any."""
+    """What other peers can call. ``rounds`` and ``presence`` are set once there are any."""
 
     def __init__(self, clock: SwarmClock) -> None:
         self._clock = clock
         self.rounds: RoundDesk | None = None
-        self.bases: BaseDesk | None = None
         self.presence: PresenceDesk | None = None
 
     @classmethod
@@ -68,8 +61,3 @@ class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no ty
             return
         async for message in matchmaking.rpc_join_group(request, context):
             yield message
-
-    async def rpc_base(self, request: BaseRequest, context: P2PContext) -> AsyncIterator[BaseAnswer]:
-        if self.bases is not None:
-            async for answer in self.bases.answer_base(request, context.remote_id):
-                yield answer

@@ -134,11 +134,12 @@ class Swarm:
     async def _live(self, p2p: P2P) -> None:
         run, heard, configure = await self._enter(p2p)
         presence = self._presence = Presence(run, heard_from_others=heard)
-        bases = BaseKeeper(run, presence)
         transport = DaemonTransport(p2p, rpc_namespace(run.settings.run_id), WRITE_SECONDS)
+        bases = BaseKeeper(run, presence, transport)
         rounds = RoundKeeper(run, presence, bases, transport)
-        self._servicer.rounds, self._servicer.bases, self._servicer.presence = rounds, bases, presence
+        self._servicer.rounds, self._servicer.presence = rounds, presence
         await rounds.serve()
+        await bases.serve()
         await presence.refresh()
         await presence.refuse_twin()
         await presence.publish_manifest()

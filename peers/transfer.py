@@ -1,41 +1,44 @@
-"""Bases on the wire: serving one frozen snapshot per version, and fetching one, verified by its digest.
+"""A base on its way between two peers: what a donor sends, and one that is put together from what several sent.
 
 A donor is believed in nothing: parameters, outer optimizer state, total samples and the history of receipts must hash
-to the digest that was asked for. What this does not stop: peers that agree on a false base.
+to the digest that was asked for. If they do not, and several donors had a part in it, the base is fetched again whole
+from one at a time; the first that is right shows which pieces had been wrong, and whose they were. What this does not
+stop: peers that agree on a false base, and a liar that spoils one fetch each time it is believed again.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import hashlib
+import time
+from collections import Counter, deque
 from dataclasses import dataclass
 
-import msgpack
 import numpy as np
 import torch
 
 from peers.lineage import Claim
-from peers.messages import (
-    MAX_HEADER_BYTES,
-    BaseAnswer,
-    BaseChunkHeader,
-    BaseHeader,
-    BaseRequestHeader,
-    Receipt,
-    extend_history,
-)
+from peers.messages import BaseAnswer, BaseHeader, BasePieceHeader, BaseRefusalHeader, Receipt, extend_history
 from peers.outer import base_digest
 from peers.reducer import FLOAT32
 
-CHUNK_BYTES = 1 << 20
-STREAMS_AT_ONCE = 4
-SNAPSHOTS_KEPT = 4
-RECEIPT_BYTES = MAX_HEADER_BYTES // 2
-"""The newest receipts that fit are sent: of a big group, all that are kept would make a header nobody accepts."""
+PIECES = 64
+"""A base is cut into about this many, so that donors of unlike speed share it finely ..."""
+LEAST_PIECE_BYTES = 64 * 1024
+"""... but messages cost: both ends together took 3.7 CPU seconds a GB with these, 2 with four times as much ..."""
+MOST_PIECE_BYTES = 1024 * 1024
+"""... and what has not arrived whole when a donor fails is lost, and must arrive within ``IDLE_SECONDS``."""
 
 
 class TransferFailed(Exception):
-    """A donor did not deliver the base that was asked for; the text says why. Another donor may."""
+    """A donor did not deliver what was asked of it; the text says why. Another donor may."""
+
+
+class Refused(TransferFailed):
+    """A donor said that it does not serve this base, or not now."""
+
+    def __init__(self, *, busy: bool) -> None:
+        super().__init__("serves too many others" if busy else "does not serve this version any more")
+        self.busy = busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,7 @@ class FrozenBase:
     digest: bytes
     total_element_samples: int
     history: bytes
-    payload: bytes
+    payload: bytes | memoryview
     receipts: tuple[Receipt, ...]
     """Of consecutive versions, the last one this base's."""
     history_before: bytes
@@ -64,145 +67,204 @@ class FetchedBase:
     base: torch.Tensor
     outer_state: torch.Tensor
     receipts: tuple[Receipt, ...]
-    donor: str
+    donors: tuple[str, ...]
+    """Whose bytes they are."""
     bytes_received: int
+    """Also those that came twice or were thrown away."""
+    seconds: float
+    """From when it was first asked for."""
 
 
-class BaseServer:
-    """Serves bases to other peers, from at most a few frozen snapshots, at most four streams at once.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes ``[start, stop)`` of a base."""
 
-    :param freeze: awaits a copy of a fragment's current base. Called once per version, not once per request.
-    """
-
-    def __init__(self, freeze: Callable[[int], Awaitable[FrozenBase]]) -> None:
-        self._freeze = freeze
-        self._frozen: dict[int, FrozenBase] = {}
-        self._freezing = asyncio.Lock()
-        self._streams = asyncio.Semaphore(STREAMS_AT_ONCE)
-        self.bytes_sent = 0
-
-    def holds(self, request: BaseRequestHeader) -> bool:
-        """Whether the base that is asked for is frozen already."""
-        frozen = self._frozen.get(request.fragment)
-        return frozen is not None and frozen.digest == request.digest
-
-    async def answer(self, request: BaseRequestHeader) -> AsyncIterator[BaseAnswer]:
-        """Stream the base that was asked for; nothing at all if it is not the current one."""
-        async with self._streams:
-            async with self._freezing:
-                if not self.holds(request):
-                    frozen = await self._freeze(request.fragment)
-                    if frozen.digest != request.digest:
-                        return
-                    self._frozen.pop(request.fragment, None)
-                    self._frozen[request.fragment] = frozen
-                    while len(self._frozen) > SNAPSHOTS_KEPT:
-                        del self._frozen[next(iter(self._frozen))]
-                frozen = self._frozen[request.fragment]
-            history, news = _newest_that_fit(frozen)
-            yield BaseAnswer(
-                BaseHeader(
-                    version=frozen.version,
-                    total_element_samples=frozen.total_element_samples.to_bytes(16, "little"),
-                    history=history,
-                    receipts=news,
-                )
-            )
-            payload = memoryview(frozen.payload)
-            for offset in range(0, len(payload), CHUNK_BYTES):
-                body = payload[offset : offset + CHUNK_BYTES]
-                self.bytes_sent += len(body)
-                yield BaseAnswer(BaseChunkHeader(offset=offset), body)
+    start: int
+    stop: int
 
 
-def _newest_that_fit(frozen: FrozenBase) -> tuple[bytes, list[Receipt]]:
-    """The newest receipts, oldest first, and the history before them.
-
-    Older ones than a peer knows are sent as well: they show it where its own line left this one.
-    """
-    fitting = len(frozen.receipts)
-    room_bytes = RECEIPT_BYTES
-    for receipt in reversed(frozen.receipts):
-        room_bytes -= len(msgpack.packb(receipt.model_dump()))
-        if room_bytes < 0:
-            break
-        fitting -= 1
-    history = frozen.history_before
-    for receipt in frozen.receipts[:fitting]:
-        history = extend_history(history, receipt)
-    return history, list(frozen.receipts[fitting:])
+HEADER = Piece(0, 0)
+"""Stands for what belongs to a base besides its bytes."""
 
 
-async def receive_base(
-    answers: AsyncIterator[BaseAnswer],
-    *,
-    fragment: int,
-    size: int,
-    states: int,
-    claim: Claim,
-    donor: str,
-    on_bytes: Callable[[int], None] = lambda _: None,
-) -> FetchedBase:
-    """Take a base from a donor's stream and verify it.
+class PartialBase:
+    """What has arrived of one base, and who was asked for the rest. Pure: whoever talks to donors tells it.
 
-    :param size: elements of the fragment; the stream may not bring a byte more than belongs to it
+    Pieces are asked for in order, each donor the next one as soon as it can take it: a fast donor takes more. What a
+    donor leaves undone goes to others, and nothing that has arrived is asked for again.
+
+    :param size: elements of the fragment; donors may not bring a byte more than belongs to it
     :param states: vectors of outer optimizer state
-    :param donor: whom the stream is from, for the record
-    :param on_bytes: told of every chunk's length as it arrives
-    :raises TransferFailed: when the donor ends early, sends anything malformed, or other bytes than announced
     """
-    header: BaseHeader | None = None
-    expected = (1 + states) * size * FLOAT32.itemsize
-    buffer = bytearray(expected)
-    received = 0
-    async for answer in answers:
-        if isinstance(answer.header, BaseHeader) and header is None:
-            header = answer.header
-            if header.version != claim.version:
-                raise TransferFailed(f"sent version {header.version} instead of {claim.version}")
-            first = claim.version + 1 - len(header.receipts)
-            if [receipt.version for receipt in header.receipts] != list(range(first, claim.version + 1)):
-                raise TransferFailed("sent receipts of other versions")
-        elif isinstance(answer.header, BaseChunkHeader) and header is not None:
-            end = received + len(answer.body)
-            if answer.header.offset != received or not answer.body or end > expected:
-                raise TransferFailed("sent a chunk out of order or too much")
-            buffer[received:end] = answer.body
-            received = end
-            on_bytes(len(answer.body))
-        else:
+
+    def __init__(self, *, fragment: int, size: int, states: int, claim: Claim) -> None:
+        self.fragment, self.claim = fragment, claim
+        self._size, self._states = size, states
+        self.num_bytes = (1 + states) * size * FLOAT32.itemsize
+        length = min(max(-(-self.num_bytes // PIECES), LEAST_PIECE_BYTES), MOST_PIECE_BYTES)
+        starts = range(0, self.num_bytes, length)
+        self._pieces = (HEADER, *(Piece(start, min(start + length, self.num_bytes)) for start in starts))
+        self._buffer = np.empty(self.num_bytes, dtype=np.uint8)
+        self._began = time.monotonic()
+        self.bytes_received = 0
+        self.one_donor = False
+        """Whether the next attempt must be of one donor, since one of many was found to be false."""
+        self.liars: frozenset[str] = frozenset()
+        """Donors that were found to have sent other bytes than the digest's."""
+        self._evidence: list[tuple[Piece, str, bytes]] = []
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget what has arrived. Nobody may be asked for anything at this moment."""
+        self._unasked = deque(self._pieces)
+        self._asked: dict[str, deque[Piece]] = {}
+        self._senders: dict[Piece, str] = {}
+        self._header: BaseHeader | None = None
+        self.bytes_here = 0
+
+    @property
+    def complete(self) -> bool:
+        return len(self._senders) == len(self._pieces)
+
+    @property
+    def bytes_missing(self) -> int:
+        return self.num_bytes - self.bytes_here
+
+    @property
+    def senders(self) -> tuple[str, ...]:
+        """Whose pieces are here."""
+        return tuple(dict.fromkeys(self._senders.values()))
+
+    def has_work_for(self, donor: str) -> bool:
+        """Whether a donor that was asked for nothing could be asked for something."""
+        return self._next(donor, idle=True) is not None
+
+    def ask(self, donor: str) -> Piece | None:
+        """What this donor shall send next: what nobody was asked for, else what another one would send last.
+
+        The latter only if it has nothing else to send, and only by two donors at once: at the end of a fetch nobody
+        waits for a slow one, and few bytes come twice.
+        """
+        piece = self._next(donor, idle=not self._asked.get(donor))
+        if piece is not None:
+            if self._unasked and piece == self._unasked[0]:
+                self._unasked.popleft()
+            self._asked.setdefault(donor, deque()).append(piece)
+        return piece
+
+    def _next(self, donor: str, *, idle: bool) -> Piece | None:
+        if self._unasked:
+            return self._unasked[0]
+        if not idle:
+            return None
+        askers = Counter(piece for pieces in self._asked.values() for piece in pieces)
+        for _, pieces in sorted(self._asked.items(), key=lambda item: -len(item[1])):
+            for piece in reversed(pieces):
+                if piece not in self._senders and askers[piece] == 1 and donor not in self._asked_of(piece):
+                    return piece
+        return None
+
+    def _asked_of(self, piece: Piece) -> list[str]:
+        return [donor for donor, pieces in self._asked.items() if piece in pieces]
+
+    def give_back(self, donor: str) -> None:
+        """The donor sends no more: what it was asked for is for others to send."""
+        left = self._asked.pop(donor, deque())
+        self._unasked.extendleft(
+            piece for piece in reversed(left) if piece not in self._senders and not self._asked_of(piece)
+        )
+
+    def put(self, donor: str, answer: BaseAnswer) -> int:
+        """Take a donor's answer; returns how many bytes of the base are new.
+
+        :raises TransferFailed: it is not what the donor was asked for
+        """
+        header = answer.header
+        if isinstance(header, BaseRefusalHeader):
+            raise Refused(busy=header.busy)
+        if header is None:
             raise TransferFailed("sent a malformed message")
-    if header is None:
-        raise TransferFailed("does not serve this version any more")
-    if received != expected:
-        raise TransferFailed(f"ended after {received} of {expected} bytes")
-    values = torch.from_numpy(np.frombuffer(buffer, dtype=FLOAT32).astype(np.float32, copy=False))
-    base, outer_state = values[:size], values[size:].view(states, size)
-    total = int.from_bytes(header.total_element_samples, "little")
-    if total // size != claim.total_samples:
-        raise TransferFailed(f"sent a base of {total // size} samples instead of {claim.total_samples}")
+        self.bytes_received += len(answer.body)
+        asked = self._asked.get(donor)
+        piece = Piece(header.start, header.start + len(answer.body)) if isinstance(header, BasePieceHeader) else HEADER
+        if not asked or piece != asked[0] or isinstance(header, BasePieceHeader) == (piece == HEADER):
+            raise TransferFailed("sent something that it was not asked for")
+        if isinstance(header, BaseHeader):
+            self._check(header)
+        asked.popleft()
+        if piece in self._senders:
+            return 0  # another one was faster
+        if isinstance(header, BaseHeader):
+            self._header = header
+        else:
+            self._buffer.data[piece.start : piece.stop] = answer.body
+        self._senders[piece] = donor
+        self.bytes_here += piece.stop - piece.start
+        return piece.stop - piece.start
+
+    def _check(self, header: BaseHeader) -> None:
+        """What can be told from a header alone. :raises TransferFailed:"""
+        version = self.claim.version
+        if header.version != version:
+            raise TransferFailed(f"sent version {header.version} instead of {version}")
+        first = version + 1 - len(header.receipts)
+        if [receipt.version for receipt in header.receipts] != list(range(first, version + 1)):
+            raise TransferFailed("sent receipts of other versions")
+        samples = int.from_bytes(header.total_element_samples, "little") // self._size
+        if samples != self.claim.total_samples:
+            raise TransferFailed(f"sent a base of {samples} samples instead of {self.claim.total_samples}")
+
+    def verify(self) -> FetchedBase | None:
+        """The base if it has the digest that was asked for, else None; ``liars`` says whose fault was found.
+
+        Takes a while: not for the event loop.
+        """
+        header = self._header
+        if header is None or not self.complete:
+            return None
+        values = torch.from_numpy(self._buffer.view(FLOAT32).astype(np.float32, copy=False))
+        base, outer_state = values[: self._size], values[self._size :].view(self._states, self._size)
+        total = int.from_bytes(header.total_element_samples, "little")
+        history = _history(header)
+        digest = base_digest(
+            fragment=self.fragment,
+            version=self.claim.version,
+            total_element_samples=total,
+            history=history,
+            base=base,
+            outer_state=outer_state,
+        )
+        if digest != self.claim.digest:
+            if len(self.senders) == 1:
+                self.liars |= frozenset(self.senders)
+            else:
+                self._evidence += [(piece, donor, self._print(piece)) for piece, donor in self._senders.items()]
+                self.one_donor = True
+            return None
+        self.liars |= {donor for piece, donor, was in self._evidence if was != self._print(piece)}
+        return FetchedBase(
+            claim=self.claim,
+            total_element_samples=total,
+            history=history,
+            history_before=header.history,
+            base=base,
+            outer_state=outer_state,
+            receipts=tuple(header.receipts),
+            donors=self.senders,
+            bytes_received=self.bytes_received,
+            seconds=time.monotonic() - self._began,
+        )
+
+    def _print(self, piece: Piece) -> bytes:
+        """Hash of a piece that is here: the same if it is as good. Headers may tell of more receipts or of fewer."""
+        if piece == HEADER and self._header is not None:
+            return hashlib.sha256(self._header.total_element_samples + _history(self._header)).digest()
+        return hashlib.sha256(self._buffer.data[piece.start : piece.stop]).digest()
+
+
+def _history(header: BaseHeader) -> bytes:
+    """The history of the base that a header describes."""
     history = header.history
     for receipt in header.receipts:
         history = extend_history(history, receipt)
-    digest = await asyncio.to_thread(
-        base_digest,
-        fragment=fragment,
-        version=claim.version,
-        total_element_samples=total,
-        history=history,
-        base=base,
-        outer_state=outer_state,
-    )
-    if digest != claim.digest:
-        raise TransferFailed("sent bytes that do not match the announced digest")
-    return FetchedBase(
-        claim=claim,
-        total_element_samples=total,
-        history=history,
-        history_before=header.history,
-        base=base,
-        outer_state=outer_state,
-        receipts=tuple(header.receipts),
-        donor=donor,
-        bytes_received=received,
-    )
+    return history

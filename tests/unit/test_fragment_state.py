@@ -139,8 +139,9 @@ class Peer:
             base=donor.state.base.clone(),
             outer_state=donor.state.outer_state.clone(),
             receipts=sent,
-            donor="d",
+            donors=("d",),
             bytes_received=len(frozen.payload),
+            seconds=1.0,
         )
         keep = self.state.adopt(fetched, self.own_id)
         self.rebase(keep)

@@ -282,7 +282,6 @@ def test_our_servicers_streams_are_streams() -> None:
         "rpc_time": (False, False),
         "rpc_look": (False, False),
         "rpc_join_group": (False, True),
-        "rpc_base": (False, True),
     }
     assert peers.servicer.AsyncIterator is typing.AsyncIterator
 

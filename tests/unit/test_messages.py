@@ -24,9 +24,11 @@ from peers.messages import (
     AverageHeader,
     BaseAnnouncement,
     BaseAnswer,
-    BaseChunk,
-    BaseChunkHeader,
     BaseHeader,
+    BasePiece,
+    BasePieceHeader,
+    BaseRefusal,
+    BaseRefusalHeader,
     BaseRequest,
     BaseRequestHeader,
     Clock,
@@ -56,11 +58,13 @@ WELL_FORMED: list[WireMessage] = [
     Clock(ClockHeader(seconds=1.8e9)),
     Part(PartHeader(group_id=b"g" * 20, part=7), b"\x01\x02\x03\x04"),
     Average(AverageHeader(part=0, included=b"\x03"), b"body"),
-    BaseRequest(BaseRequestHeader(fragment=3, version=4, digest=DIGEST)),
+    BaseRequest(BaseRequestHeader(fragment=3, version=4, digest=DIGEST, start=0, stop=100)),
     BaseAnnouncement(BaseHeader(version=4, total_element_samples=bytes(16), history=DIGEST, receipts=[RECEIPT])),
-    BaseChunk(BaseChunkHeader(offset=1 << 30), b"chunk"),
+    BasePiece(BasePieceHeader(start=1 << 30), b"piece"),
+    BaseRefusal(BaseRefusalHeader(busy=True)),
     BaseAnswer(BaseHeader(version=4, total_element_samples=bytes(16), history=DIGEST, receipts=[RECEIPT])),
-    BaseAnswer(BaseChunkHeader(offset=0), b"chunk"),
+    BaseAnswer(BasePieceHeader(start=0), b"piece"),
+    BaseAnswer(BaseRefusalHeader(busy=False)),
 ]
 KINDS = list(dict.fromkeys(type(message) for message in WELL_FORMED))
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -203,8 +207,9 @@ def test_a_clock_reading_is_a_possible_time(seconds: Any) -> None:
         (Part, {"group_id": b"g" * 20}),
         (Average, {"part": 0, "included": b""}),
         (Average, {"part": 0, "included": b"\x01" * 33}),
-        (BaseRequest, {"fragment": 256, "version": 0, "digest": DIGEST}),
-        (BaseRequest, {"fragment": 0, "version": 0, "digest": DIGEST[1:]}),
+        (BaseRequest, {"fragment": 256, "version": 0, "digest": DIGEST, "start": 0, "stop": 1}),
+        (BaseRequest, {"fragment": 0, "version": 0, "digest": DIGEST[1:], "start": 0, "stop": 1}),
+        (BaseRequest, {"fragment": 0, "version": 0, "digest": DIGEST, "start": -1, "stop": 1}),
         (BaseAnnouncement, {"version": 0, "total_element_samples": bytes(15), "history": DIGEST, "receipts": []}),
         (
             BaseAnnouncement,
@@ -216,7 +221,8 @@ def test_a_clock_reading_is_a_possible_time(seconds: Any) -> None:
             },
         ),
         (BaseAnnouncement, {"version": 0, "total_element_samples": bytes(16), "history": DIGEST, "receipts": [{}]}),
-        (BaseChunk, {"offset": -1}),
+        (BasePiece, {"start": -1}),
+        (BaseRefusal, {"busy": 1}),
     ],
 )
 def test_a_field_out_of_bounds_is_a_message_without_header(kind: type[WireMessage], fields: dict[str, Any]) -> None:

@@ -140,6 +140,28 @@ def test_plain_progress_is_told_at_its_beginning_and_its_end() -> None:
     ]
 
 
+def test_a_long_plain_download_says_every_ten_seconds_how_far_it_is_and_never_less_than_before() -> None:
+    view, output, clock = plain_view()
+    for second, received in enumerate([*range(0, 25_000_000, 1_000_000), 3_000_000, *([26_000_000] * 10), 80_000_000]):
+        clock.now = NOW + second
+        view.syncing(received, 80_000_000)
+    assert output.getvalue().splitlines() == [
+        "Fetching the model from other peers (80.0 MB) ...",
+        "Fetching the model from other peers: 10.0 MB of 80.0 MB, 1.0 MB/s, about 70 s left",
+        "Fetching the model from other peers: 20.0 MB of 80.0 MB, 1.0 MB/s, about 60 s left",
+        "Fetching the model from other peers: 26.0 MB of 80.0 MB, 0.6 MB/s, about 62 s left",
+        "The model is here: 80.0 MB fetched.",
+    ]
+
+
+def test_a_download_that_stands_still_promises_nothing() -> None:
+    view, output, clock = plain_view()
+    view.syncing(0, 5_000_000)
+    clock.now += 10
+    view.syncing(0, 5_000_000)
+    assert output.getvalue().splitlines()[-1].endswith(": 0.0 MB of 5.0 MB, 0.0 MB/s")
+
+
 def test_a_download_of_unknown_size_is_told_as_well() -> None:
     view, output, _ = plain_view()
     view.syncing(0, 0)
@@ -165,13 +187,24 @@ def test_a_terminal_gets_bars_and_a_line_in_place_and_no_thread(monkeypatch: pyt
         view.status("Connecting ...")
         view.measuring(0.0)
         view.measuring(1.0)
-        view.syncing(0, 2_000_000)
-        view.syncing(2_000_000, 2_000_000)
+        for received in (0, 1_500_000, 500_000, 2_000_000):
+            monkeypatch.setattr("p2p_trainer.view.REDRAW_SECONDS", 0.0)
+            view.syncing(received, 2_000_000)
         view.update(AVERAGING)
         view.status("A checkpoint could not be saved.")
         view.update(replace(AVERAGING, loss=2.22))
     shown = output.getvalue()
-    for words in ("Connecting ...", "Measuring this machine", "2.0/2.0 MB", "Ctrl-C leaves", "not be saved"):
+    assert "0.5/2.0 MB" not in shown, "never backwards"
+    for words in (
+        "Connecting ...",
+        "Measuring this machine",
+        "1.5/2.0 MB",
+        "2.0/2.0 MB",
+        "B/s",
+        "0:00",
+        "Ctrl-C leaves",
+        "not be saved",
+    ):
         assert words in shown
     assert "loss 2.22" in shown.splitlines()[-2]  # drawn at the end although it came too soon after the one before
     assert shown.rstrip("\n").endswith("\x1b[?25h")  # the cursor is back

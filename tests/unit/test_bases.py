@@ -1,0 +1,282 @@
+"""Keeping up: newcomers' way in, from which donors, and what becomes of a fetch when the swarm moves on meanwhile.
+
+Peers are ``BaseKeeper`` objects that call each other in memory; records are what the test says they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hivemind.p2p import PeerID
+
+from peers.arena import SharedArena
+from peers.bases import BaseKeeper
+from peers.fragment_state import FragmentState
+from peers.fragments import FragmentLayout
+from peers.ledger import Ledger
+from peers.lineage import Claim
+from peers.messages import BaseAnswer, BasePieceHeader, BaseRequest
+from peers.outer import NO_HISTORY, base_digest
+from peers.pipe import FragmentMeta, Synced, Syncing
+from peers.transport import Handler
+
+SIZE = 300_000  # a fragment of 2.4 MB: four donors at once
+LAYOUT = FragmentLayout(names=("a",), shapes=((2 * SIZE,),), bounds=(0, SIZE, 2 * SIZE))
+Tamper = Callable[[str, str, BaseAnswer], BaseAnswer | None]
+
+
+class Line:
+    """Carries calls between the peers of a swarm.
+
+    :param tamper: may change an answer (donor, asker, answer), or drop the line by returning None
+    """
+
+    def __init__(self, swarm: Swarm, name: str) -> None:
+        self.swarm, self.name = swarm, name
+        self.handler: Handler[BaseRequest] | None = None
+
+    async def serve(self, name: str, handler: Handler[Any], request_type: type[Any]) -> None:
+        self.handler = handler
+
+    async def call(self, peer: PeerID, name: str, requests: AsyncIterator[Any], answer_type: type[Any]) -> Any:
+        donor = next(other for other in self.swarm.peers.values() if other.id == peer)
+        self.swarm.calls.append((self.name, donor.name))
+        assert donor.line.handler is not None
+        served = donor.line.handler(requests, PeerID.from_base58(str(self.swarm.peers[self.name].id)))
+
+        async def answers() -> AsyncGenerator[BaseAnswer, None]:
+            async for answer in served:
+                await asyncio.sleep(0)
+                changed = self.swarm.tamper(donor.name, self.name, answer)
+                if changed is None:
+                    raise ConnectionResetError("the line failed")
+                yield changed
+
+        return answers()
+
+
+class Peer:
+    """One peer, with what it tells its training process."""
+
+    def __init__(self, swarm: Swarm, name: str, version: int) -> None:
+        self.name, self.id = name, PeerID(b"\x12\x20" + name.encode().ljust(32, b"-"))
+        self.told: list[Any] = []
+        self.line = Line(swarm, name)
+        arena = SharedArena.create(2 * SIZE)
+        self.fragments = tuple(FragmentState(index, LAYOUT, arena) for index in range(2))
+        if version >= 0:
+            self.be_at(version)
+        run = SimpleNamespace(
+            fragments=self.fragments,
+            clock=SimpleNamespace(now=lambda: swarm.now),
+            node=SimpleNamespace(protocol=SimpleNamespace(wait_timeout=3.0)),
+            settings=SimpleNamespace(role="training"),
+            signed_manifest=SimpleNamespace(initial_digests=(bytes(32), bytes(32))),
+            manifest=SimpleNamespace(averaging=SimpleNamespace(mode="local")),
+            schedule=SimpleNamespace(possible_versions=lambda now: 1000, cycle_seconds=swarm.cycle_seconds),
+            training=SimpleNamespace(send=self.told.append, begun=None),
+            own_id=self.id.to_bytes(),
+        )
+        presence = SimpleNamespace(
+            view=SimpleNamespace(claims=lambda fragment: swarm.claims(fragment, self.name)),
+            present=swarm.training,
+            refresh=swarm.refresh,
+            caught_up=False,
+        )
+        self.presence = presence
+        self.keeper = BaseKeeper(run, presence, self.line)  # type: ignore[arg-type]
+
+    def be_at(self, version: int, *, samples: int = 0) -> None:
+        """Hold the base of a version, which is the same for everyone."""
+        for state in self.fragments:
+            values = torch.rand(2, SIZE, generator=torch.Generator().manual_seed(100 * version + state.index + samples))
+            total = (samples or version) * SIZE
+            digest = base_digest(
+                fragment=state.index,
+                version=version,
+                total_element_samples=total,
+                history=NO_HISTORY,
+                base=values[0],
+                outer_state=values[1:],
+            )
+            state.base.copy_(values[0])
+            state.outer_state.copy_(values[1:])
+            state.restore(
+                FragmentMeta(
+                    version=version,
+                    digest=digest,
+                    total_element_samples=total,
+                    history=NO_HISTORY,
+                    ledger=Ledger.open(SIZE).to_json(),
+                )
+            )
+
+    @property
+    def versions(self) -> list[int]:
+        return [state.version for state in self.fragments]
+
+    async def sync(self) -> None:
+        await self.keeper.sync(0, 0, (0, 0))
+        assert isinstance(self.told[-1], Synced)
+
+
+class Swarm:
+    """Peers that hold bases, and those that come."""
+
+    def __init__(self, *, cycle_seconds: float = 1e9) -> None:
+        self.cycle_seconds = cycle_seconds
+        self.peers: dict[str, Peer] = {}
+        self.calls: list[tuple[str, str]] = []
+        self.tamper: Tamper = lambda donor, asker, answer: answer
+        self.on_refresh: Callable[[], None] = lambda: None
+        self.now = 0.0
+
+    async def add(self, name: str, version: int = -1) -> Peer:
+        peer = self.peers[name] = Peer(self, name, version)
+        await peer.keeper.serve()
+        return peer
+
+    def claims(self, fragment: int, asker: str) -> dict[str, Claim]:
+        return {
+            str(peer.id): peer.fragments[fragment].claim
+            for peer in self.peers.values()
+            if peer.name != asker and min(peer.versions) >= 0
+        }
+
+    def training(self) -> frozenset[str]:
+        return frozenset(str(peer.id) for peer in self.peers.values() if peer.name.startswith("donor"))
+
+    async def refresh(self) -> None:
+        self.on_refresh()
+
+
+def assert_same_bases(peer: Peer, other: Peer) -> None:
+    for ours, theirs in zip(peer.fragments, other.fragments, strict=True):
+        assert ours.digest == theirs.digest
+        assert torch.equal(ours.base, theirs.base) and torch.equal(ours.outer_state, theirs.outer_state)
+
+
+def test_a_newcomer_fetches_from_several_donors_and_says_how_far_it_is() -> None:
+    async def scene() -> None:
+        swarm = Swarm()
+        donors = [await swarm.add(f"donor-{number}", 3) for number in range(4)]
+        newcomer = await swarm.add("new")
+        await newcomer.sync()
+        assert_same_bases(newcomer, donors[0])
+        assert newcomer.presence.caught_up
+        assert {donor for _, donor in swarm.calls} == {donor.name for donor in donors}
+        progress = [told for told in newcomer.told if isinstance(told, Syncing)]
+        assert progress[0] == Syncing(0, 16 * SIZE) and progress[-1] == Syncing(16 * SIZE, 16 * SIZE)
+        assert progress == sorted(progress, key=lambda told: told.bytes_received)
+        assert len(progress) > 64
+
+    asyncio.run(scene())
+
+
+def test_many_newcomers_spread_over_the_donors_and_a_stale_one_is_never_believed_or_asked() -> None:
+    async def scene() -> None:
+        swarm = Swarm()
+        donors = [await swarm.add(f"donor-{number}", 3) for number in range(6)]
+        await swarm.add("donor-stale", 2)
+        newcomers = [await swarm.add(f"new-{number}") for number in range(8)]
+        await asyncio.gather(*(newcomer.sync() for newcomer in newcomers))
+        for newcomer in newcomers:
+            assert_same_bases(newcomer, donors[0])
+        asked = [donor for _, donor in swarm.calls]
+        assert "donor-stale" not in asked
+        assert set(asked) >= {donor.name for donor in donors}
+
+    asyncio.run(scene())
+
+
+def test_a_peer_that_needs_nothing_shows_no_download() -> None:
+    async def scene() -> None:
+        swarm = Swarm()
+        await swarm.add("donor", 3)
+        back = await swarm.add("back", 3)
+        await back.sync()
+        assert [type(told) for told in back.told] == [Synced]
+        assert not swarm.calls
+
+    asyncio.run(scene())
+
+
+def test_a_liar_with_a_better_claim_keeps_nobody_out() -> None:
+    """It is found out as soon as what it sends does not have the digest that it announces."""
+
+    async def scene() -> None:
+        swarm = Swarm()
+        honest, liar = await swarm.add("donor-honest", 3), await swarm.add("donor-liar", 3)
+        liar.be_at(3, samples=1000)
+
+        def falsify(donor: str, asker: str, answer: BaseAnswer) -> BaseAnswer:
+            if donor == "donor-liar" and isinstance(answer.header, BasePieceHeader):
+                return BaseAnswer(answer.header, bytes(len(answer.body)))
+            return answer
+
+        swarm.tamper = falsify
+        newcomer = await swarm.add("new")
+        await newcomer.sync()
+        assert_same_bases(newcomer, honest)
+
+    asyncio.run(scene())
+
+
+def test_on_a_line_that_needs_longer_than_a_cycle_a_newcomer_gets_in_with_what_was_frozen_for_it() -> None:
+    async def scene() -> None:
+        swarm = Swarm(cycle_seconds=1e-9)
+        donor = await swarm.add("donor", 3)
+        newcomer = await swarm.add("new")
+
+        def move_on(name: str, asker: str, answer: BaseAnswer) -> BaseAnswer:
+            if isinstance(answer.header, BasePieceHeader) and answer.header.start > SIZE:
+                donor.be_at(min(donor.versions) + 1)
+            return answer
+
+        swarm.tamper = move_on
+        await newcomer.sync()
+        assert all(3 <= version < donor.versions[0] for version in newcomer.versions)
+        assert len(swarm.calls) == 2, "each fragment once"
+        assert not newcomer.presence.caught_up, "no round may count on it yet"
+        assert "until it has caught up" in newcomer.told[-2].text
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("share", [0.3, 0.8])
+def test_when_the_line_fails_and_the_swarm_moves_on_most_of_a_base_is_completed_and_a_little_is_not(
+    share: float,
+) -> None:
+    async def scene() -> None:
+        swarm = Swarm(cycle_seconds=1e-9)
+        donor = await swarm.add("donor", 3)
+        newcomer = await swarm.add("new")
+        failed: set[int] = set()
+        arrived: list[int] = []
+
+        def fail(name: str, asker: str, answer: BaseAnswer) -> BaseAnswer | None:
+            if isinstance(answer.header, BasePieceHeader):
+                arrived.append(answer.header.start)
+                if len(failed) < 2 and answer.header.start > share * 8 * SIZE:
+                    failed.add(len(failed))
+                    return None
+            return answer
+
+        def moved_on() -> None:
+            swarm.now += 4.0  # at first it is too early to ask the donor again
+            if donor.versions == [3, 3]:
+                donor.be_at(4)
+
+        swarm.tamper, swarm.on_refresh = fail, moved_on
+        await newcomer.sync()
+        assert newcomer.versions == ([3, 3] if share > 0.5 else [4, 4])
+        pieces = len(set(arrived))
+        assert len(arrived) == (2 * pieces + 2 if share > 0.5 else len(arrived))
+        assert not newcomer.keeper._partial
+
+    asyncio.run(scene())
