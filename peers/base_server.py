@@ -1,7 +1,8 @@
-"""Serving bases: one frozen snapshot for everybody who fetches the same version, quotas, and nothing kept at rest.
+"""Serving bases: one snapshot for everybody who fetches the same version, quotas, and nothing kept at rest.
 
-A snapshot outlives the version: who fetches it may need longer than a cycle. Memory is bounded by the number of
-snapshots, and by time: they go when nobody has asked for a while. A base's owner can be slowed down by requests, but
+A base is read where it lies. Who fetches it may need longer than a cycle: when it is about to change, what somebody is
+fetching is copied, and served from the copy. Memory is bounded by the number of snapshots, and by time: they go when
+nobody has asked for a while. A base's owner can be slowed down by requests, but
 only as far as the limits below go. What they do not stop: many false identities that take all streams or snapshots.
 """
 
@@ -55,7 +56,8 @@ class BaseServer:
     """Serves bases to other peers.
 
     :param holds: whether the base that a request names is this peer's current one
-    :param freeze: awaits a copy of a fragment's current base. Called once per version, not once per request.
+    :param freeze: awaits a fragment's current base. Called once per version, not once per request. Before the base
+        changes, ``before_change`` must be awaited.
     :param now: seconds
     """
 
@@ -73,8 +75,15 @@ class BaseServer:
 
     @property
     def snapshots(self) -> int:
-        """How many frozen bases are in memory."""
+        """How many versions are served at the moment."""
         return len(self._snapshots)
+
+    async def before_change(self, digest: bytes) -> None:
+        """The base of this digest gives way to another: copy it if somebody is fetching it, else serve it no more."""
+        snapshot = self._snapshots.pop(digest, None)
+        if snapshot is not None and snapshot.users:
+            snapshot.frozen = await asyncio.to_thread(snapshot.frozen.copied)
+            self._snapshots[digest] = snapshot
 
     async def answer(
         self, requests: AsyncIterator[BaseRequest], requester: Hashable
@@ -104,7 +113,7 @@ class BaseServer:
                 if header.start == header.stop:
                     yield BaseAnswer(_described(frozen))
                 else:
-                    body = memoryview(frozen.payload)[header.start : header.stop]
+                    body = frozen.payload[header.start : header.stop]
                     self.bytes_sent += len(body)
                     yield BaseAnswer(BasePieceHeader(start=header.start), body)
         finally:

@@ -88,6 +88,7 @@ class BaseKeeper:
                     fetched = await self._fetch(state, claim, progress.note) if claim is not None else None
                     if fetched is not None:
                         async with state.content:
+                            await self.before_change(state)
                             keep[state.index] &= state.adopt(fetched, self._run.own_id)
                 too_slow_to_be_current = fetched is not None and fetched.seconds > self._run.schedule.cycle_seconds
                 if too_slow_to_be_current:
@@ -224,6 +225,7 @@ class BaseKeeper:
         self, state: FragmentState, fetched: FetchedBase
     ) -> tuple[bool, asyncio.Future[Rebased] | None]:
         async with state.content:
+            await self.before_change(state)
             keep = await asyncio.to_thread(state.adopt, fetched, self._run.own_id)
             return keep, self._run.training.rebase(state, keep)
 
@@ -278,10 +280,14 @@ class BaseKeeper:
         state = self._run.fragments[header.fragment]
         return state.version >= 0 and header.digest == state.digest
 
+    async def before_change(self, state: FragmentState) -> None:
+        """Whoever puts another base in place has this done first, inside ``state.content``."""
+        await self._server.before_change(state.digest)
+
     async def _freeze(self, fragment: int) -> FrozenBase:
         state = self._run.fragments[fragment]
         async with state.content:
-            return await asyncio.to_thread(state.frozen)
+            return state.frozen()
 
 
 class _Progress:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from peers.arena import SharedArena
@@ -19,10 +18,9 @@ from peers.messages import MAX_RECEIPTS, AveragedPart, Contributor, Receipt, ext
 from peers.outer import NO_HISTORY, OuterOptimizer, base_digest
 from peers.past import Milestone, Past
 from peers.pipe import FragmentMeta, SnapshotTaken
-from peers.reducer import FLOAT32
 from peers.residual import AverageResidual
 from peers.round_plan import RoundPlan, element_samples, receipt_for
-from peers.transfer import FetchedBase, FrozenBase
+from peers.transfer import FetchedBase, FrozenBase, LiveBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,16 +133,14 @@ class FragmentState:
             self._arena.release_snapshot(self._where)
 
     def frozen(self) -> FrozenBase:
-        """A copy of the base for serving."""
-        values = np.empty((1 + len(self.outer_state), self.size), dtype=FLOAT32)
-        values[0], values[1:] = self.base.numpy(), self.outer_state.numpy()
+        """The base for serving, until it changes."""
         return FrozenBase(
             version=self.version,
             digest=self.digest,
             total_element_samples=self.total_element_samples,
             history=self.history,
             history_before=self.history_before,
-            payload=values.data.cast("B"),
+            payload=LiveBytes(self.base, self.outer_state),
             receipts=tuple(self.receipts),
         )
 

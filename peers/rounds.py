@@ -310,6 +310,7 @@ class RoundKeeper:
         self, state: FragmentState, new: NextBase, plan: RoundPlan, parts: tuple[AveragedPart, ...]
     ) -> asyncio.Future[Rebased] | None:
         async with state.content:
+            await self._bases.before_change(state)
             await asyncio.to_thread(state.commit, new, plan, parts, self._run.own_id)
             return self._run.training.rebase(state, True)
 

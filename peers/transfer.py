@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,6 +41,27 @@ class Refused(TransferFailed):
         self.busy = busy
 
 
+class LiveBytes:
+    """The bytes of a base where it lies, copied piece by piece as they are read.
+
+    Whoever changes the base sees to it that nobody reads them any more: see ``FrozenBase.copied``.
+    """
+
+    def __init__(self, base: torch.Tensor, outer_state: torch.Tensor) -> None:
+        self._rows = [row.numpy().astype(FLOAT32, copy=False).data.cast("B") for row in (base, *outer_state)]
+
+    def __len__(self) -> int:
+        return sum(len(row) for row in self._rows)
+
+    def __getitem__(self, where: slice) -> bytes:
+        start, stop, _ = where.indices(len(self))
+        pieces = []
+        for row in self._rows:
+            pieces.append(row[max(0, start) : max(0, stop)])
+            start, stop = start - len(row), stop - len(row)
+        return b"".join(pieces)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenBase:
     """The bytes of one base (parameters, then outer optimizer state, float32 little endian) and what belongs to it."""
@@ -49,11 +70,15 @@ class FrozenBase:
     digest: bytes
     total_element_samples: int
     history: bytes
-    payload: bytes | memoryview
+    payload: bytes | memoryview | LiveBytes
     receipts: tuple[Receipt, ...]
     """Of consecutive versions, the last one this base's."""
     history_before: bytes
     """The history before the first of the receipts."""
+
+    def copied(self) -> FrozenBase:
+        """One that stays as it is when the base changes."""
+        return replace(self, payload=self.payload[:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
+import torch
 from local_bases import BASE, FRAGMENT, claim_of, each, frozen_base, partial_base, receipt, request
 
 from peers.base_server import (
@@ -26,7 +28,7 @@ from peers.messages import (
     BaseRequest,
     BaseRequestHeader,
 )
-from peers.transfer import HEADER, MOST_PIECE_BYTES, FrozenBase, Piece
+from peers.transfer import HEADER, MOST_PIECE_BYTES, FrozenBase, LiveBytes, Piece
 
 PIECE = Piece(100, 1000)
 
@@ -243,5 +245,23 @@ def test_receipts_of_a_big_swarm_still_make_a_header_that_is_accepted() -> None:
         versions = [one.version for one in answer.header.receipts]
         assert versions == list(range(versions[0], base.version + 1)), "the newest ones, without a gap"
         assert 5 < len(versions) < MAX_RECEIPTS
+
+    asyncio.run(scene())
+
+
+def test_a_base_that_changes_is_copied_for_whoever_fetches_it_and_not_kept_for_anybody_else() -> None:
+    async def scene() -> None:
+        base, outer_state = torch.rand(2000), torch.rand(1, 2000)
+        live = dataclasses.replace(BASE, payload=LiveBytes(base, outer_state))
+        expected = live.payload[:]
+        donor = Donor(live)
+        requester = Requester(donor)
+        assert (await requester.ask(live, Piece(0, 500))).body == expected[:500]
+        await donor.server.before_change(live.digest)
+        base.zero_()
+        assert (await requester.ask(live, Piece(500, 900))).body == expected[500:900]
+        await requester.answers.aclose()
+        await donor.server.before_change(live.digest)
+        assert donor.server.snapshots == 0
 
     asyncio.run(scene())

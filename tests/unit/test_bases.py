@@ -69,8 +69,6 @@ class Peer:
         self.line = Line(swarm, name)
         arena = SharedArena.create(2 * SIZE)
         self.fragments = tuple(FragmentState(index, LAYOUT, arena) for index in range(2))
-        if version >= 0:
-            self.be_at(version)
         run = SimpleNamespace(
             fragments=self.fragments,
             clock=SimpleNamespace(now=lambda: swarm.now),
@@ -90,9 +88,13 @@ class Peer:
         )
         self.presence = presence
         self.keeper = BaseKeeper(run, presence, self.line)  # type: ignore[arg-type]
+        if version >= 0:
+            self.be_at(version)
 
     def be_at(self, version: int, *, samples: int = 0) -> None:
-        """Hold the base of a version, which is the same for everyone."""
+        """Hold the base of a version, which is the same for everyone; what is being fetched is kept as it was."""
+        for snapshot in self.keeper._server._snapshots.values():
+            snapshot.frozen = snapshot.frozen.copied()
         for state in self.fragments:
             values = torch.rand(2, SIZE, generator=torch.Generator().manual_seed(100 * version + state.index + samples))
             total = (samples or version) * SIZE

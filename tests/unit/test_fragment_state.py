@@ -263,12 +263,12 @@ def test_the_digest_of_a_committed_base_is_that_of_its_bytes(pair: tuple[Peer, P
 def test_nothing_in_place_changes_before_the_commit(pair: tuple[Peer, Peer]) -> None:
     first, _ = pair
     first.snapshot()
-    before = first.state.frozen(), first.state.snapshot.clone(), first.state.ledger
+    before = first.state.frozen().copied(), first.state.snapshot.clone(), first.state.ledger
     plan = plan_of([first])
     parts = [AveragedPart(start=0, stop=SIZE, included=[0])]
     new = first.state.next_base(OUTER, plan, first.state.contribution(first.member().spans), parts)
     assert new.version == 1 and new.total_element_samples == 8 * SIZE
-    assert (first.state.frozen(), first.state.ledger) == (before[0], before[2])
+    assert (first.state.frozen().copied(), first.state.ledger) == (before[0], before[2])
     assert torch.equal(first.state.snapshot, before[1])
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from local_bases import (
@@ -33,6 +34,7 @@ from peers.transfer import (
     PIECES,
     FetchedBase,
     FrozenBase,
+    LiveBytes,
     PartialBase,
     Piece,
     Refused,
@@ -315,3 +317,16 @@ def test_a_frozen_base_of_a_view_of_memory_is_as_good_as_one_of_bytes() -> None:
     viewed = dataclasses.replace(BASE, payload=memoryview(BASE.payload))
     assert isinstance(viewed, FrozenBase)
     assert fetched_from(lambda piece: honest_answer(piece, viewed)) is not None
+
+
+@given(size=st.integers(1, 40), states=st.integers(1, 2), seed=st.integers(0, 99), data=st.data())
+def test_bytes_of_a_live_base_are_those_of_its_copy(size: int, states: int, seed: int, data: st.DataObject) -> None:
+    torch.manual_seed(seed)
+    base, outer_state = torch.rand(size), torch.rand(states, size)
+    live, whole = LiveBytes(base, outer_state), torch.cat((base, outer_state.flatten())).numpy().tobytes()
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    assert (len(live), live[start:stop]) == (len(whole), whole[start:stop])
+    kept = dataclasses.replace(BASE, payload=live).copied()
+    base.zero_()
+    assert kept.payload == whole
