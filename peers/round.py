@@ -114,7 +114,13 @@ class Round:
         self.answered: set[PeerID] = set()
         """Reducers whose averages all came."""
         self.failed: dict[PeerID, str] = {}
-        self._duties: list[asyncio.Task[None]] = []
+        self._duties: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
+        senders = {index for index in range(len(plan.members)) if self.reducer.expected_from(index)}
+        self._owed = senders - {own_index}
+        """Members that have not had all our averages yet."""
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Resolves when nobody waits for anything of this round, and its memory has been given back."""
 
     @property
     def longest_seconds(self) -> float:
@@ -130,27 +136,28 @@ class Round:
         :raises RoundVoid: as soon as one answer will not come, with the reason. What this peer owes the others, its
             contribution to their parts and their averages of its own, goes on in the background until the deadline.
         """
+        average = self._average
         exchanges = [asyncio.create_task(self._exchange(share)) for share in self.plan.shares if share.parts]
         relays = [
             asyncio.create_task(self._relay(root, parts))
             for root, parts in self.reducer.rooted.items()
             if parts and root != self.own_index
         ]
-        closing = asyncio.create_task(self._close_in_time())
-        self._duties = [*exchanges, *relays, closing]
-        for duty in self._duties:
-            duty.add_done_callback(_retrieve)
+        self._closing = asyncio.create_task(self._close_in_time())
+        self._duties = {*exchanges, *relays, self._closing}
+        for duty in [*self._duties]:
+            duty.add_done_callback(self._duty_done)
         await asyncio.wait(exchanges, return_when=asyncio.FIRST_EXCEPTION)
         reasons = [error for task in exchanges if task.done() and (error := task.exception()) is not None]
         for error in sorted(reasons, key=lambda error: isinstance(error, RoundVoid)):  # an unexpected one first
             raise error
-        closing.cancel()
+        self._closing.cancel()
         parts = tuple(
             AveragedPart(start=start, stop=stop, included=included)
             for (start, stop), included in sorted(self._included.items())
         )
         return RoundResult(
-            average=self._average,
+            average=average,
             parts=parts,
             bytes_sent=self.bytes_sent,
             bytes_received=self.bytes_received,
@@ -159,7 +166,7 @@ class Round:
     async def answer(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncIterator[Average]:
         """Serve one sender: count its parts as they come, send each average as soon as it exists."""
         sender = self.plan.index(remote_id)
-        if sender is None or sender == self.own_index or sender in self._streaming:
+        if sender is None or sender == self.own_index or sender in self._streaming or self.over.done():
             return
         expected = self.reducer.expected_from(sender)
         if not expected:
@@ -168,6 +175,8 @@ class Round:
         counting = asyncio.create_task(self._count(stream, sender, expected))
         try:
             for part in expected:
+                if self.over.done():
+                    return
                 averaged = await asyncio.shield(self.reducer.result(part))
                 self.bytes_sent += len(averaged.payload)
                 yield Average(AverageHeader(part=part, included=averaged.mask), averaged.payload)
@@ -179,6 +188,28 @@ class Round:
             if not counting.done():
                 counting.cancel()
                 await self.reducer.leave_out(sender, "closed its stream")
+            self._owed.discard(sender)
+            self._end_if_nothing_is_left()
+
+    def _duty_done(self, duty: asyncio.Task[None]) -> None:
+        if not duty.cancelled():
+            duty.exception()  # looked at, so that it is not reported as forgotten when the round is over
+        self._duties.discard(duty)
+        self._end_if_nothing_is_left()
+
+    def _end_if_nothing_is_left(self) -> None:
+        closed = all(part.closed for part in self.reducer.parts)
+        if not self._owed and closed and all(duty is self._closing for duty in self._duties):
+            self.end()
+
+    def end(self) -> None:
+        """Whoever still wants something of this round is too late. Gives its memory back, which cycles would hold."""
+        if not self.over.done():
+            self.over.set_result(None)
+            if self._closing is not None:
+                self._closing.cancel()
+            self._average = self._contribution = torch.empty(0)
+            self.reducer.parts.clear()
 
     async def _count(self, stream: AsyncIterator[Part], sender: int, expected: Sequence[int]) -> None:
         """Parts of a member's contribution, or of a counterpart's sum of its group."""
@@ -194,6 +225,8 @@ class Round:
                 included = indices_of(header.included, len(self.plan.members)) if counterpart else None
                 if counterpart and not included:
                     raise InvalidPart("a sum over nobody")
+                if self.over.done():
+                    return
                 part = self.reducer.parts[header.part]
                 values = await off_loop(part.size, self.reducer.decode, sender, header.part, message.body)
                 self.bytes_received += len(message.body)
@@ -339,9 +372,3 @@ class Round:
             except InvalidPart as error:
                 raise RoundVoid(str(error)) from error
             self._included[start, stop] = sorted(averaged.included)
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Look at the outcome of a duty whose round is over, so that it is not reported as forgotten."""
-    if not task.cancelled():
-        task.exception()

@@ -392,9 +392,8 @@ class RoundKeeper:
         if waiting.done():
             raise RoundVoid("the leader used a group id twice")
         waiting.set_result(current)
-        asyncio.get_running_loop().call_later(
-            current.longest_seconds + REGISTER_SECONDS, self._rounds.pop, plan.group_id, None
-        )
+        current.over.add_done_callback(lambda _: self._rounds.pop(plan.group_id, None))
+        asyncio.get_running_loop().call_later(current.longest_seconds + REGISTER_SECONDS, current.end)
         state.unresolved_mates |= {str(member.peer_id) for member in plan.members}
         state.contributes(plan.tick)
         state.decoded = current.decoded
