@@ -169,6 +169,7 @@ class RoundKeeper:
             "outcome": "skipped",
             "reason": "",
             "group_size": 0,
+            "groups": 0,
             "weight": 0,
             "weight_share": 0.0,
             "seconds": 0.0,
@@ -266,7 +267,7 @@ class RoundKeeper:
             target_group_size=self._run.manifest.averaging.target_group_size,
             part_elements=max(1, self._run.manifest.averaging.part_bytes // 4),
         )
-        report["group_size"] = len(members)
+        report["group_size"], report["groups"] = len(members), len(plan.groups)
         weights = [_mean_samples(member.spans, state.size) for member in plan.members]
         own_index = plan.index(self._run.p2p.peer_id) or 0
         report["weight"] = weights[own_index]
