@@ -200,13 +200,13 @@ def twins(task: Task, count: int) -> list[nn.Module]:
     return models
 
 
-@pytest.mark.parametrize("outer", [ADAMW, "lr = 0.05\nmomentum = 0.5"])
-def test_peers_with_batches_1_3_and_28_are_one_process_on_32_samples(outer: str) -> None:
+@pytest.mark.parametrize(("outer", "target_group_size"), [(ADAMW, 64), ("lr = 0.05\nmomentum = 0.5", 64), (ADAMW, 2)])
+def test_peers_with_batches_1_3_and_28_are_one_process_on_32_samples(outer: str, target_group_size: int) -> None:
     task, sizes = LinearRegression(), [1, 3, 28]
     text = GRADIENT.format(fragments=2, batch=32, outer=outer, more="")
     *models, single = twins(task, 4)
     peers = [Peer(index, task, model, text, 4) for index, model in enumerate(models)]
-    group = Group(peers)
+    group = Group(peers, target_group_size=target_group_size)
     for _ in range(20):
         for each, size in zip(peers, sizes, strict=True):
             each.mode.share = size
