@@ -451,7 +451,8 @@ def assert_bases_hold_every_credit_once(peers: Iterable[Peer]) -> None:
         rows = [meta["fragments"][fragment] for meta in metas]
         newest = max(rows, key=lambda row: row["version"])
         credited = sum((stop - start) * credit for row in rows for start, stop, _, _, credit in row["ledger"])
-        assert credited == newest["total_element_samples"], (fragment, rows)
+        behind = {row["version"] for row in rows} - {newest["version"]}
+        assert credited == newest["total_element_samples"], (fragment, credited, newest["version"], behind)
 
 
 def assert_no_traceback(*peers: Peer) -> None:

@@ -1,6 +1,7 @@
 """Every fault at every await of a round: the others go on, all end on one base, every sample counts once.
 
-One swarm suffers them all, one after the other, so that what one leaves behind would be seen in the next.
+One swarm suffers a kind of fault at every await, one after the other, so that what one leaves behind would be seen in
+the next. ``-m faults`` runs them all; those that need no restarts, and so no minutes, are among the swarm tests.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ from harness import (
     small_manifest,
 )
 
-pytestmark = [pytest.mark.swarm, pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 POINTS = ("before-join", "after-join", "mid-send", "mid-reduce", "before-commit", "after-commit")
-KINDS = ("kill", "freeze", "slow", "garbage")
+KINDS = (
+    "kill",
+    "slow",
+    pytest.param("freeze", marks=pytest.mark.swarm),
+    pytest.param("garbage", marks=pytest.mark.swarm),
+)
 CYCLE_TICKS = 4
 FROZEN_TICKS = 5
 SETTLED_ROUNDS, FAILING_ROUNDS = 100, 400
@@ -129,35 +135,33 @@ def rounds_until_agreed(peers: list[Peer], after: float) -> int | None:
     return slowest
 
 
-def test_every_fault_at_every_await_costs_the_others_little_and_no_sample_counts_twice(swarm: Swarm) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_at_any_await_costs_the_others_little_and_no_sample_counts_twice(swarm: Swarm, kind: str) -> None:
     manifest = small_manifest(swarm.path / "four.toml", fragments=f"fragments = {CYCLE_TICKS}")
     bootstrap = swarm.bootstrap(manifest=manifest)
     healthy = [swarm.join(name, bootstrap.invite, rate) for name, rate in (("a", 80), ("b", 40), ("c", 20))]
     faulty = Faulty(swarm, bootstrap.invite)
     swarm.wait_averaged(*healthy, faulty.peer, group=4, rounds=CYCLE_TICKS)
     needed: dict[str, int] = {}
-    for kind in KINDS:
-        for point in POINTS:
-            faulty.suffer(point, kind)
-            struck = time.time()
-            if kind in ("kill", "freeze"):
-                swarm.wait_averaged(*healthy, group=3, rounds=FROZEN_TICKS, after=struck)
-            if kind == "kill":
-                faulty.peer.process.wait()
-                faulty.start()
-                swarm.wait_averaged(faulty.peer, group=4)
-            if kind == "freeze":
-                faulty.peer.thaw()
-            everybody = [*healthy, faulty.peer]
-            swarm.wait_until(
-                lambda everybody=everybody, struck=struck: rounds_until_agreed(everybody, struck) is not None,
-                f"all agree after {kind} {point}",
-                START_SECONDS,
-            )
-            alive = healthy if kind in ("kill", "freeze") else everybody
-            needed[f"{kind} {point}"] = rounds_until_agreed(alive, struck) or 0
-            print(f"{kind} {point}: {needed[f'{kind} {point}']} rounds, {time.time() - struck:.1f} s", flush=True)
-    print(f"rounds until all agreed: {needed}")
+    for point in POINTS:
+        faulty.suffer(point, kind)
+        struck = time.time()
+        if kind in ("kill", "freeze"):
+            swarm.wait_averaged(*healthy, group=3, rounds=FROZEN_TICKS, after=struck)
+        if kind == "kill":
+            faulty.peer.process.wait()
+            faulty.start()
+            swarm.wait_averaged(faulty.peer, group=4)
+        if kind == "freeze":
+            faulty.peer.thaw()
+        everybody = [*healthy, faulty.peer]
+        swarm.wait_until(
+            lambda everybody=everybody, struck=struck: rounds_until_agreed(everybody, struck) is not None,
+            f"all agree after {kind} {point}",
+            START_SECONDS,
+        )
+        needed[point] = rounds_until_agreed(healthy if kind in ("kill", "freeze") else everybody, struck) or 0
+    print(f"{kind}: rounds of a fragment until all agreed: {needed}")
     assert set(swarm.leave_all().values()) == {0}
     for peer in (*healthy, faulty.peer):
         assert_samples_add_up(peer)
