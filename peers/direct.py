@@ -171,9 +171,7 @@ class DirectTransport:
                 return self._watched(peer, answers)
         return await self._daemon.call(peer, name, requests, answer_type)
 
-    async def _watched(
-        self, peer: PeerID, answers: AsyncGenerator[Received, None]
-    ) -> AsyncGenerator[Received, None]:
+    async def _watched(self, peer: PeerID, answers: AsyncGenerator[Received, None]) -> AsyncGenerator[Received, None]:
         """Pass the answers on; a call that breaks off or is given up may have to do with the way."""
         async with aclosing(answers):
             try:

@@ -316,6 +316,9 @@ class _Channel(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """What was written is still sent, for as long as a write may take."""
+        if self._transport.is_closing():
+            return
+        unsent = self._transport.get_write_buffer_size()
         self._transport.close()
-        if self._transport.get_write_buffer_size():
+        if unsent:
             asyncio.get_running_loop().call_later(self._write_seconds, self._transport.abort)
