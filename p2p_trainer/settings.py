@@ -53,8 +53,8 @@ class PeerSettings(BaseSettings):
     """IP address to listen on."""
     port: int = Field(default=0, ge=0, le=65535)
     """TCP port to listen on; 0 takes a free one and keeps it for later starts if it can."""
-    direct: bool = True
-    """Let rounds use direct connections, on the port after ``port`` or any free one, where peers can be dialled."""
+    no_direct: bool = False
+    """Rounds go through the p2p daemon alone; otherwise also over direct connections, to the port after ``port``."""
     announce: Annotated[tuple[str, ...], NoDecode] = ()
     """Addresses that others should dial instead, such as /dns4/peer.example.org/tcp/31337; commas between several."""
     peer: Annotated[tuple[str, ...], NoDecode] = ()
@@ -99,7 +99,7 @@ class PeerSettings(BaseSettings):
         return NetworkSettings(
             host=self.host,
             port=self.port,
-            direct_port=next_port if self.direct else None,
+            direct_port=None if self.no_direct else next_port,
             announce=self.announce,
         )
 
