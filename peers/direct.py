@@ -205,6 +205,7 @@ class DirectTransport:
             writer.close()
             until = asyncio.get_running_loop().time() + WAY_SECONDS
             self._ways[peer] = _Way(host=host, offer=offer, until=until)
+            logger.debug("%s is reached directly at %s port %d", peer, host, offer.port)
             return
 
     async def _ask(self, peer: PeerID) -> DirectOfferHeader | None:
