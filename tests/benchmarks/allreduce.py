@@ -151,6 +151,11 @@ class OnDaemon(Contender):
         await self.p2p.shutdown()
 
 
+def _not_over(rounds: dict[bytes, asyncio.Future[Any]]) -> dict[bytes, asyncio.Future[Any]]:
+    """Without those of before, which hold their tensors; somebody may have announced the next one already."""
+    return {group_id: future for group_id, future in rounds.items() if not future.done()}
+
+
 class OverDaemon(OnDaemon):
     """``Round``, wired as ``RoundKeeper`` does it."""
 
@@ -162,6 +167,9 @@ class OverDaemon(OnDaemon):
 
     async def transport(self, daemon: DaemonTransport) -> Transport:
         return daemon
+
+    async def prepare(self, number: int) -> None:
+        self._rounds = _not_over(self._rounds)
 
     def _round(self, group_id: bytes) -> asyncio.Future[Round]:
         return self._rounds.setdefault(group_id, asyncio.get_running_loop().create_future())
@@ -228,6 +236,9 @@ class Averager(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         async for message in runner.rpc_aggregate_part(achain(as_aiter(request), stream), context):
             yield message
 
+    def forget(self) -> None:
+        self._groups = _not_over(self._groups)
+
     def group(self, group_id: bytes) -> asyncio.Future[AllReduceRunner]:
         return self._groups.setdefault(group_id, asyncio.get_running_loop().create_future())
 
@@ -240,6 +251,7 @@ class Hivemind(OnDaemon):
         await self._averager.add_p2p_handlers(self.p2p, namespace=NAMESPACE)
 
     async def prepare(self, number: int) -> None:
+        self._averager.forget()
         self._local = self.values.clone()
 
     async def average(self, number: int) -> torch.Tensor | None:
