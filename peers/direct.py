@@ -61,6 +61,8 @@ IDENTIFY_SECONDS = 5.0
 STRANGERS_AT_ONCE = 32
 """Connections that have not shown a ticket yet; more wait in the kernel."""
 ACCEPT_PAUSE_SECONDS = 0.5
+CLOSE_SECONDS = 1.0
+"""Leaving has only seconds; what is being answered ends in milliseconds."""
 _WELCOME = b"\x01"
 _PATIENT_READER_BYTES = 1024
 """What may wait unread before the ticket is checked."""
@@ -141,7 +143,8 @@ class DirectTransport:
         tasks = {*self._tasks}
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
         self._listener.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
