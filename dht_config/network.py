@@ -23,6 +23,11 @@ class NetworkSettings(BaseModel):
     """IP address to listen on; 0.0.0.0 for every IPv4 interface, :: for IPv6."""
     port: int = Field(default=0, ge=0, le=65535)
     """TCP port to listen on; 0 lets the system choose one, which is then lost at the next start."""
+    direct_port: int | None = Field(default=0, ge=0, le=65535)
+    """TCP port for direct connections between the averaging processes, if it is free, else and for 0 any free one.
+
+    None: rounds go through the p2p daemon alone.
+    """
     announce: Annotated[tuple[str, ...], Field(max_length=16)] = ()
     """Addresses that others should dial instead of these, such as /dns4/peer.example.org/tcp/31337.
 

@@ -42,7 +42,13 @@ SettingsFile = Annotated[
     Path | None, typer.Option("--settings", help="A TOML file with settings; flags and environment override it.")
 ]
 Host = Annotated[str | None, typer.Option(help="IP address to listen on (0.0.0.0: every interface).")]
-Port = Annotated[int | None, typer.Option(help="TCP port to listen on; 0 takes a free one.")]
+Port = Annotated[
+    int | None,
+    typer.Option(help="TCP port to listen on, and the next one for direct connections; 0 takes free ones."),
+]
+NoDirect = Annotated[
+    bool, typer.Option("--no-direct", help="No direct connections: rounds go through the p2p daemon alone.")
+]
 Announce = Annotated[
     list[str] | None,
     typer.Option(help="Address that others should dial instead, such as /dns4/peer.example.org/tcp/31337. Repeatable."),
@@ -64,6 +70,7 @@ def join(
     settings_file: SettingsFile = None,
     host: Host = None,
     port: Port = None,
+    no_direct: NoDirect = False,
     announce: Announce = None,
     peer: KnownPeer = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or mps; by default the best there is.")] = None,
@@ -92,6 +99,7 @@ def join(
         "dir": directory,
         "host": host,
         "port": port,
+        "no_direct": no_direct or None,
         "announce": tuple(announce or ()),
         "peer": tuple(peer or ()),
         "device": device,
@@ -113,6 +121,7 @@ def bootstrap(
     settings_file: SettingsFile = None,
     host: Host = None,
     port: Port = None,
+    no_direct: NoDirect = False,
     announce: Announce = None,
     peer: KnownPeer = None,
     checkpoint_seconds: Annotated[float | None, typer.Option(help="Time between saves of the bases.")] = None,
@@ -130,6 +139,7 @@ def bootstrap(
         "dir": directory,
         "host": host,
         "port": port,
+        "no_direct": no_direct or None,
         "announce": tuple(announce or ()),
         "peer": tuple(peer or ()),
         "checkpoint_seconds": checkpoint_seconds,

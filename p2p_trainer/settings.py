@@ -53,6 +53,8 @@ class PeerSettings(BaseSettings):
     """IP address to listen on."""
     port: int = Field(default=0, ge=0, le=65535)
     """TCP port to listen on; 0 takes a free one and keeps it for later starts if it can."""
+    no_direct: bool = False
+    """Rounds go through the p2p daemon alone; otherwise also over direct connections, to the port after ``port``."""
     announce: Annotated[tuple[str, ...], NoDecode] = ()
     """Addresses that others should dial instead, such as /dns4/peer.example.org/tcp/31337; commas between several."""
     peer: Annotated[tuple[str, ...], NoDecode] = ()
@@ -93,7 +95,13 @@ class PeerSettings(BaseSettings):
     @property
     def network(self) -> NetworkSettings:
         """:raises AddressError: for a host or an announced address that cannot be used"""
-        return NetworkSettings(host=self.host, port=self.port, announce=self.announce)
+        next_port = self.port + 1 if 0 < self.port < 65535 else 0
+        return NetworkSettings(
+            host=self.host,
+            port=self.port,
+            direct_port=None if self.no_direct else next_port,
+            announce=self.announce,
+        )
 
 
 def load_settings(flags: dict[str, Any], file: Path | None = None) -> PeerSettings:

@@ -72,14 +72,18 @@ class Codec(Protocol):
     def encoded_bytes(self, size: int) -> int:
         """The exact length of every encoding of ``size`` values."""
 
-    def encode(self, values: torch.Tensor) -> bytes:
+    def encode(self, values: torch.Tensor) -> bytes | memoryview:
         """Encode float32 ``(size,)`` on the CPU; ``values`` is not changed. May differ among machines.
+
+        A lossless codec may give the values' own memory: whoever encodes does not change them while the body is used.
 
         :raises ValueError: another shape, dtype or device, or a value that is NaN or inf
         """
 
     def decode(self, body: bytes | memoryview, size: int) -> torch.Tensor:
-        """A new float32 tensor ``(size,)`` on the CPU, the same bits on every machine, finite.
+        """A float32 tensor ``(size,)`` on the CPU, the same bits on every machine, finite.
+
+        A lossless codec may give the body's own memory: whoever decodes writes neither to it nor to the values.
 
         :raises MalformedBody: a body that ``encode`` does not write for ``size`` values
         """
@@ -87,7 +91,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Float32:
-    """Nothing is lost; also the sign of a zero is kept."""
+    """Nothing is lost; also the sign of a zero is kept. Nothing is copied either, except on a big-endian machine."""
 
     name: ClassVar[str] = "float32"
     lossless: ClassVar[bool] = True
@@ -96,14 +100,16 @@ class Float32:
     def encoded_bytes(self, size: int) -> int:
         return _FLOAT32.itemsize * size
 
-    def encode(self, values: torch.Tensor) -> bytes:
-        return _encodable(values).numpy().astype(_FLOAT32, copy=False).tobytes()
+    def encode(self, values: torch.Tensor) -> memoryview:
+        return _encodable(values).numpy().astype(_FLOAT32, copy=False).view(np.uint8).data
 
     def decode(self, body: bytes | memoryview, size: int) -> torch.Tensor:
-        values = _body(self, body, size).view(_FLOAT32).astype(np.float32)
-        if not np.isfinite(values).all():
+        raw = _body(self, body, size).view(_FLOAT32)
+        # torch takes aligned, writable memory only.
+        values = torch.from_numpy(raw.astype(np.float32, copy=not (raw.flags.aligned and raw.flags.writeable)))
+        if not _all_finite(values):
             raise MalformedBody("a value that is not finite")
-        return torch.from_numpy(values)
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,9 +382,14 @@ def _encodable(values: torch.Tensor) -> torch.Tensor:
         shape = tuple(values.shape)
         raise ValueError(f"values are {values.dtype} {shape} on {values.device}, not torch.float32 (size,) on cpu")
     values = values.detach().contiguous()
-    if values.numel() and not all(math.isfinite(extreme) for extreme in torch.stack(torch.aminmax(values)).tolist()):
+    if not _all_finite(values):
         raise ValueError("a value that is not finite cannot be encoded")
     return values
+
+
+def _all_finite(values: torch.Tensor) -> bool:
+    """In one pass and without a temporary; extremes of what holds a NaN are NaN."""
+    return not values.numel() or all(math.isfinite(float(extreme)) for extreme in torch.aminmax(values))
 
 
 def _body(codec: Codec, body: bytes | memoryview, size: int) -> Bytes:

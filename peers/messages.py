@@ -13,10 +13,11 @@ rpc_look               Ask ("my records have changed")                       Clo
 rpc_join_group         hivemind's JoinRequest (gather = RoundAnnouncement)   hivemind's MessageFromLeader
 average                stream of Part, in part order                         stream of Average, in part order
 base                   stream of BaseRequest, one for each piece             stream of BaseAnswer, in that order
+direct                 Ask                                                   DirectOffer, or nothing
 =====================  ====================================================  ==============================
 
-``average`` and ``base`` go through ``transport.py``, which frames header and body itself; the rest as ``ServicerBase``
-does it.
+``average``, ``base`` and ``direct`` go through ``transport.py``, which frames header and body itself; the rest as
+``ServicerBase`` does it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Header(BaseModel):
 
 
 class AskHeader(Header):
-    """Asks for a clock reading."""
+    """Asks; for what, the call's name says."""
 
 
 class ClockHeader(Header):
@@ -163,6 +164,16 @@ class BaseRefusalHeader(Header):
     """Whether to ask again in a moment: too many are asking. Otherwise the donor has moved on."""
 
 
+class DirectOfferHeader(Header):
+    """How the asker, and nobody else, may call this peer directly."""
+
+    port: Annotated[int, Field(ge=1, le=65535)]
+    fingerprint: Digest
+    """SHA-256 of the certificate that the peer shows there."""
+    ticket: Annotated[bytes, Field(min_length=32, max_length=32)]
+    """Whoever shows it is taken for the asker."""
+
+
 class WireMessage:
     """A header and a body, with the methods that hivemind's transport calls."""
 
@@ -250,6 +261,11 @@ class BasePiece(WireMessage):
 class BaseRefusal(WireMessage):
     header_type = BaseRefusalHeader
     header: BaseRefusalHeader | None
+
+
+class DirectOffer(WireMessage):
+    header_type = DirectOfferHeader
+    header: DirectOfferHeader | None
 
 
 class BaseAnswer(WireMessage):

@@ -16,7 +16,7 @@ _CODEC = get_codec("int8")
 
 def pack(left_out: torch.Tensor) -> bytes:
     """:param left_out: float32 ``(size,)``"""
-    return _CODEC.encode(left_out)
+    return bytes(_CODEC.encode(left_out))
 
 
 class AverageResidual:

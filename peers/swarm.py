@@ -8,6 +8,7 @@ Started by ``process.py``; talks to the training process through the messages in
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -27,6 +28,7 @@ from peers.clock import Schedule, SwarmClock
 from peers.context import RunContext
 from peers.contribution import Difference, GradientSum
 from peers.daemon import limit_message_size, limit_write_time, start_daemon
+from peers.direct import DirectTransport, listen_next_to
 from peers.door import (
     answer_seconds,
     enter_dht,
@@ -60,7 +62,9 @@ from peers.servicer import SwarmServicer
 from peers.settings import SwarmSettings
 from peers.tasks import Tasks
 from peers.training_link import TrainingLink
-from peers.transport import DaemonTransport
+from peers.transport import DaemonTransport, Transport
+
+logger = logging.getLogger(__name__)
 
 WRITE_SECONDS = 60.0
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_BODY_BYTES + 64
@@ -85,6 +89,7 @@ class Swarm:
         self._servicer = SwarmServicer(self._clock)
         self._fragments: tuple[FragmentState, ...] = ()
         self._presence: Presence | None = None
+        self._direct: DirectTransport | None = None
         self._configured: asyncio.Future[tuple[Configure, SharedArena]] = asyncio.Future()
         self._stop: asyncio.Future[str] = asyncio.Future()
 
@@ -111,6 +116,8 @@ class Swarm:
             # Before the daemon ends: training has a checkpoint to write meanwhile.
             clean = not any(state.uncertain for state in self._fragments)
             self._training.send(Stopped([state.record for state in self._fragments], clean))
+            if self._direct is not None:
+                await self._direct.close()
             await p2p.shutdown()
 
     async def _live_until_stopped(self, p2p: P2P) -> None:
@@ -134,7 +141,7 @@ class Swarm:
     async def _live(self, p2p: P2P) -> None:
         run, heard, configure = await self._enter(p2p)
         presence = self._presence = Presence(run, heard_from_others=heard)
-        transport = DaemonTransport(p2p, rpc_namespace(run.settings.run_id), WRITE_SECONDS)
+        transport = await self._transport(p2p)
         bases = BaseKeeper(run, presence, transport)
         rounds = RoundKeeper(run, presence, bases, transport)
         self._servicer.rounds, self._servicer.presence = rounds, presence
@@ -148,6 +155,21 @@ class Swarm:
         await bases.sync(configure.samples, configure.steps, configure.contributed)
         presence.changed.set()
         await asyncio.gather(presence.keep(on_news=bases.catch_up), presence.keep_clock(), rounds.keep_ticks())
+
+    async def _transport(self, p2p: P2P) -> Transport:
+        """How rounds travel: directly if the settings allow it and this machine has a port for it."""
+        daemon = DaemonTransport(p2p, rpc_namespace(self._settings.run_id), WRITE_SECONDS)
+        network = self._settings.network
+        if network.direct_port is None:
+            return daemon
+        try:
+            listener = listen_next_to(network.host, network.direct_port)
+        except OSError as error:
+            logger.debug("No direct connections: %r", error)
+            return daemon
+        self._direct = DirectTransport(p2p, daemon, listener)
+        await self._direct.start()
+        return self._direct
 
     async def _enter(self, p2p: P2P) -> tuple[RunContext, bool, Configure]:
         """Find somebody, set the clock, enter the DHT, learn the manifest, and be configured for it.

@@ -5,7 +5,8 @@
 Two and four processes on loopback average the same float32 tensors. The contenders take turns, so that what else the
 machine does meets all of them: compare ratios, not megabytes per second of different days.
 
-ours      ``peers.round.Round`` over the p2p daemon, as the averaging process holds it
+ours      ``peers.round.Round`` over direct connections, as the averaging process holds it
+daemon    the same over the p2p daemon alone, as between peers that cannot dial each other, or with --no-direct
 hivemind  ``AllReduceRunner`` with default part size, no compression and no timeouts, as ``DecentralizedAverager``
 p2pd      the same bytes in the same pattern through streams of the p2p daemon, nothing done with them: what an
           all-reduce through the daemon could reach
@@ -15,8 +16,9 @@ raw_tcp   the same bytes in the same pattern through plain sockets, neither encr
 has the whole average: each peer's, not the sum. With two peers as much travels in each direction.
 *CPU seconds per round* are those of the peer's process and its daemon, mean over the peers; ``daemon_cpu_seconds`` is
 the daemon's part of it.
-*Bytes on the wire* are what a daemon wrote to and read from other daemons, framing and encryption included: its
-read and write calls less those of its own process. None where the system does not count them (/proc/PID/io).
+*Bytes on the wire* are what went to and came from other peers, framing and encryption included: the daemon's read and
+write calls less those of its own process, or with direct connections those of the process itself. None where the
+system does not count them (/proc/PID/io).
 
 Fields at the top of the JSON are those of two processes; ``processes`` has them for each number of processes. Numbers
 are medians over the repeats, ratios are medians of the ratios within each repeat. ``bytes_per_parameter`` is what a
@@ -44,7 +46,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, AsyncIterator  # noqa: UP035  (ServicerBase recognises typing's AsyncIterator only)
+from typing import Any, AsyncIterator, ClassVar, Literal  # noqa: UP035  (ServicerBase recognises typing's AsyncIterator only)
 
 import psutil
 import torch
@@ -61,6 +63,7 @@ from dht_config.network import NetworkSettings
 from peers.closing import ClosingTimes
 from peers.codecs import CODEC_NAMES, get_codec
 from peers.daemon import DialOutcome, dial_all, die_with_parent, start_daemon
+from peers.direct import DirectTransport, listen_next_to
 from peers.ledger import PendingSpan
 from peers.messages import Average, Part
 from peers.process import SWARM_THREADS, keep_freed_memory
@@ -69,7 +72,7 @@ from peers.round import Round
 from peers.round_plan import GroupMember, plan_round
 from peers.rounds import AVERAGE
 from peers.swarm import WRITE_SECONDS
-from peers.transport import DaemonTransport
+from peers.transport import DaemonTransport, Transport
 
 ELEMENTS = 40_000_000
 QUICK_ELEMENTS = 4_000_000
@@ -90,6 +93,9 @@ TORCH_THREADS = torch.get_num_threads()
 
 class Contender:
     """One way to average, in one process of the group."""
+
+    carried_by: ClassVar[Literal["daemon", "process"]] = "daemon"
+    """Whose calls put the bytes on the wire."""
 
     def __init__(self, index: int, count: int, values: torch.Tensor, directory: Path) -> None:
         self.index, self.count, self.values, self.directory = index, count, values, directory
@@ -145,14 +151,25 @@ class OnDaemon(Contender):
         await self.p2p.shutdown()
 
 
-class Ours(OnDaemon):
+def _not_over(rounds: dict[bytes, asyncio.Future[Any]]) -> dict[bytes, asyncio.Future[Any]]:
+    """Without those of before, which hold their tensors; somebody may have announced the next one already."""
+    return {group_id: future for group_id, future in rounds.items() if not future.done()}
+
+
+class OverDaemon(OnDaemon):
     """``Round``, wired as ``RoundKeeper`` does it."""
 
     async def serve(self) -> None:
         keep_freed_memory()
         self._rounds: dict[bytes, asyncio.Future[Round]] = {}
-        self._transport = DaemonTransport(self.p2p, NAMESPACE, WRITE_SECONDS)
+        self._transport = await self.transport(DaemonTransport(self.p2p, NAMESPACE, WRITE_SECONDS))
         await self._transport.serve(AVERAGE, self.answer_sender, Part)
+
+    async def transport(self, daemon: DaemonTransport) -> Transport:
+        return daemon
+
+    async def prepare(self, number: int) -> None:
+        self._rounds = _not_over(self._rounds)
 
     def _round(self, group_id: bytes) -> asyncio.Future[Round]:
         return self._rounds.setdefault(group_id, asyncio.get_running_loop().create_future())
@@ -190,6 +207,21 @@ class Ours(OnDaemon):
         return result.average
 
 
+class Ours(OverDaemon):
+    """The same with direct connections; they are found during the first round, which is not counted."""
+
+    carried_by = "process"
+
+    async def transport(self, daemon: DaemonTransport) -> Transport:
+        self._direct = DirectTransport(self.p2p, daemon, listen_next_to("127.0.0.1", 0))
+        await self._direct.start()
+        return self._direct
+
+    async def close(self) -> None:
+        await self._direct.close()
+        await super().close()
+
+
 class Averager(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
     """What ``DecentralizedAverager`` does with a call of another peer."""
 
@@ -204,6 +236,9 @@ class Averager(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         async for message in runner.rpc_aggregate_part(achain(as_aiter(request), stream), context):
             yield message
 
+    def forget(self) -> None:
+        self._groups = _not_over(self._groups)
+
     def group(self, group_id: bytes) -> asyncio.Future[AllReduceRunner]:
         return self._groups.setdefault(group_id, asyncio.get_running_loop().create_future())
 
@@ -216,6 +251,7 @@ class Hivemind(OnDaemon):
         await self._averager.add_p2p_handlers(self.p2p, namespace=NAMESPACE)
 
     async def prepare(self, number: int) -> None:
+        self._averager.forget()
         self._local = self.values.clone()
 
     async def average(self, number: int) -> torch.Tensor | None:
@@ -316,7 +352,13 @@ class RawTCP(Contender):
             link.close()
 
 
-CONTENDERS: dict[str, type[Contender]] = {"ours": Ours, "hivemind": Hivemind, "p2pd": P2pd, "raw_tcp": RawTCP}
+CONTENDERS: dict[str, type[Contender]] = {
+    "ours": Ours,
+    "daemon": OverDaemon,
+    "hivemind": Hivemind,
+    "p2pd": P2pd,
+    "raw_tcp": RawTCP,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,13 +371,16 @@ class Usage:
     wire_bytes_down: int | None
 
     @classmethod
-    def now(cls) -> Usage:
+    def now(cls, carried_by: str) -> Usage:
         process = psutil.Process()
         daemons = process.children()
         up = down = None
         with contextlib.suppress(OSError, IndexError):
             own, daemon = _calls(process.pid), _calls(daemons[0].pid)
-            up, down = daemon["wchar"] - own["rchar"], daemon["rchar"] - own["wchar"]
+            if carried_by == "process":
+                up, down = own["wchar"], own["rchar"]
+            else:
+                up, down = daemon["wchar"] - own["rchar"], daemon["rchar"] - own["wchar"]
         return cls(_cpu_seconds(process), sum(_cpu_seconds(daemon) for daemon in daemons), up, down)
 
     def since(self, before: Usage) -> Usage:
@@ -389,13 +434,13 @@ async def _live(contender: Contender, pipe: Connection, pattern: torch.Tensor) -
             await contender.prepare(number)
             pipe.send("prepared")
             await told()
-            before = Usage.now()
+            before = Usage.now(contender.carried_by)
             began = time.perf_counter()
             average = await contender.average(number)
             pipe.send(time.perf_counter() - began)
             await told()
             await asyncio.sleep(SETTLE_SECONDS)
-            pipe.send(Usage.now().since(before))
+            pipe.send(Usage.now(contender.carried_by).since(before))
             if average is not None and number == 0:
                 torch.testing.assert_close(average, pattern * ((contender.count + 1) / 2))
     finally:
@@ -497,7 +542,14 @@ def measure(count: int, elements: int, repeats: int, names: list[str], directory
             "megabytes_per_second": _ratio(rounds[other], rounds[name], "seconds"),
             "cpu_seconds": _ratio(rounds[name], rounds[other], "cpu_seconds"),
         }
-        for name, other in (("ours", "hivemind"), ("ours", "p2pd"), ("ours", "raw_tcp"), ("hivemind", "raw_tcp"))
+        for name, other in (
+            ("ours", "hivemind"),
+            ("daemon", "hivemind"),
+            ("ours", "daemon"),
+            ("daemon", "p2pd"),
+            ("ours", "raw_tcp"),
+            ("hivemind", "raw_tcp"),
+        )
         if name in rounds and other in rounds
     }
     return {**results, "ratios": ratios}

@@ -25,7 +25,17 @@ from p2p_trainer.settings import ENVIRONMENT_PREFIX, PeerSettings
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"
 INVITE = Invite(run_id="tiny-0123456789abcdef", organiser_public_key=bytes(32), addresses=(ADDRESS,)).encode()
 
-COMMON = {"--dir", "--settings", "--host", "--port", "--announce", "--peer", "--checkpoint-seconds", "--invite-file"}
+COMMON = {
+    "--dir",
+    "--settings",
+    "--host",
+    "--port",
+    "--no-direct",
+    "--announce",
+    "--peer",
+    "--checkpoint-seconds",
+    "--invite-file",
+}
 SHOWN = {"--json", "--plain", "--verbose", "-v"}
 COMMANDS = {
     "join": COMMON

@@ -139,7 +139,7 @@ def test_strided_values_and_parameters_are_encoded_like_plain_ones(codec: Codec)
 
 
 @each_codec
-def test_a_body_may_lie_anywhere_in_a_message_and_the_result_is_ones_own(codec: Codec) -> None:
+def test_a_body_may_lie_anywhere_in_a_message_and_what_a_lossy_codec_makes_of_it_is_ones_own(codec: Codec) -> None:
     values = made("normal", 5001, seed=2)
     body = codec.encode(values)
     expected = bits(codec.decode(body, 5001))
@@ -147,9 +147,19 @@ def test_a_body_may_lie_anywhere_in_a_message_and_the_result_is_ones_own(codec: 
         message = bytearray(bytes(shift) + body)
         decoded = codec.decode(memoryview(message)[shift:], 5001)
         assert bits(decoded) == expected
-        message[:] = bytes(len(message))
-        assert bits(decoded) == expected, "the result is a view of the message"
-        decoded.add_(1.0)
+        if not codec.lossless:
+            message[:] = bytes(len(message))
+            assert bits(decoded) == expected, "the result is a view of the message"
+            decoded.add_(1.0)
+
+
+@pytest.mark.skipif(sys.byteorder == "big", reason="has to be swapped there")
+def test_float32_is_not_copied_on_either_side() -> None:
+    codec, values = get_codec("float32"), made("normal", 5001, seed=2)
+    body = codec.encode(values)
+    assert np.frombuffer(body, dtype=np.uint8).ctypes.data == values.data_ptr()
+    assert codec.decode(body, 5001).data_ptr() == values.data_ptr()
+    assert bits(codec.decode(bytes(body), 5001)) == bits(values)
 
 
 # What is lost
@@ -242,7 +252,7 @@ def test_the_formats_are_pinned() -> None:
 @each_codec
 @pytest.mark.parametrize("size", [0, 1, 257, 5000])
 def test_a_body_of_another_length_is_refused(codec: Codec, size: int) -> None:
-    body = codec.encode(made("normal", size, seed=4))
+    body = bytes(codec.encode(made("normal", size, seed=4)))
     for wrong in (body + b"\0", body * 2 + b"\0", body[:-1] if body else b"\0\0"):
         with pytest.raises(MalformedBody, match="bytes instead of"):
             codec.decode(wrong, size)

@@ -202,6 +202,14 @@ def test_a_host_that_is_no_ip_address_is_refused_when_the_network_is_set_up() ->
         _ = load_settings({"announce": ("nonsense",)}).network
 
 
+@pytest.mark.parametrize(
+    ("flags", "port"),
+    [({}, 0), ({"port": 31337}, 31338), ({"port": 65535}, 0), ({"port": 31337, "no_direct": True}, None)],
+)
+def test_direct_connections_have_the_next_port_if_one_was_given(flags: dict[str, object], port: int | None) -> None:
+    assert load_settings(flags).network.direct_port == port
+
+
 def test_the_network_takes_host_port_and_announced_addresses() -> None:
     network = load_settings({"host": "::", "port": 31337, "announce": ("/dns4/peer.example.org/tcp/1",)}).network
     assert network.listen_maddrs() == ["/ip6/::/tcp/31337"]

@@ -20,7 +20,7 @@ from dht_config.network import NetworkSettings
 from peers.daemon import dial_all, start_daemon
 from peers.messages import MAX_BODY_BYTES, Average, AverageHeader, Part, PartHeader
 from peers.round import TRANSPORT_ERRORS
-from peers.transport import _END, _LENGTHS, DaemonTransport, _Channel
+from peers.transport import _END, _LENGTHS, PREFETCHED, DaemonTransport, _Channel
 
 GROUP_ID = b"a group of this test"
 Scene = Callable[[P2P, P2P], Awaitable[None]]
@@ -227,6 +227,27 @@ def test_messages_that_were_there_before_the_take_over_all_arrive(count: int) ->
         await buffered(reader, count * 150)
         channel = _Channel(reader, writer, 5.0)
         assert [message.header.part async for message in channel.messages(Part)] == list(range(count))
+        channel.close()
+        theirs.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+def test_one_message_is_read_until_a_second_one_is_asked_for_and_then_a_few_ahead() -> None:
+    async def scene() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        for number in range(3 * PREFETCHED):
+            header = Part(PartHeader(group_id=b"a group of a test", part=number), b"").packed_header()
+            theirs.sendall(_LENGTHS.pack(len(header), 150) + header + bytes(150))
+        await buffered(reader, 3 * PREFETCHED * 150)
+        channel = _Channel(reader, writer, 5.0)
+        ahead = [len(channel._arrived)]
+        async with aclosing(channel.messages(Part)) as messages:
+            for _ in range(4):
+                await messages.__anext__()
+                ahead.append(len(channel._arrived))
+        assert ahead == [1, 0, PREFETCHED, PREFETCHED, PREFETCHED]
         channel.close()
         theirs.close()
 
