@@ -7,22 +7,23 @@ different bases never meet. What this does not stop: a leader that leaves out pe
 Overridden or relied on in hivemind 1.1.12: ``Matchmaking.min_group_size`` is read wherever a leader decides whether
 to assemble; ``GroupKeyManager`` calls ``dht.store``/``dht.get`` with ``return_future=True`` and awaits the result;
 a step is used through ``data_for_gather``, ``scheduled_time``, ``deadline`` and ``get_timeout()``;
-``_request_join_group`` asks one leader and returns its group or None.
+``_request_join_group`` asks one leader, and through itself the one that it is sent to, and returns its group or None;
+``follower_assemble_group`` takes a leader's group for ours.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import struct
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
 from hivemind.dht.node import DHTNode
-from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 
 from dht_config.errors import RecordError
@@ -30,13 +31,18 @@ from dht_config.records import RoundAnnouncement, open_announcement
 from peers.closing import Reliability
 from peers.ledger import PendingSpan
 from peers.lineage import Claim, has_quorum
-from peers.messages import MAX_GROUP_SIZE
+from peers.messages import LEAST_GROUP_ID_BYTES, MAX_GROUP_SIZE, MOST_GROUP_ID_BYTES
+from peers.round import TRANSPORT_ERRORS
 from peers.round_plan import GroupMember
+
+logger = logging.getLogger(__name__)
 
 AWAKE_SECONDS = 1.0
 """Whoever notices an end later than this was asleep itself, and cannot say who was silent."""
 POLL_SECONDS = 0.15
 """Least time between two looks at one matchmaking key; hivemind asks again without a pause (a core per peer)."""
+MOST_REDIRECTS = 4
+"""A leader that has found one itself sends us there. Leaders that send us to each other are not followed for ever."""
 
 
 class NodeAsDHT:
@@ -89,7 +95,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
     :param size: elements of the fragment
     :param possible_samples: more than this nobody can have processed by now
     :param present: the training peers known now, as base58 ids, without ourselves: what a quorum is counted against
-    :param silent_leaders: those that accepted us and never began are not followed for a while
+    :param silent_leaders: those that accepted us and never began, or began nonsense, are not followed for a while
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         self._possible_samples = possible_samples
         self._run_id = run_id
         self._search: GroupSearch | None = None
+        self._asking = 0
         super().__init__(
             p2p,
             b"-",
@@ -142,30 +149,16 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         self.schema_hash = search.schema_hash
         try:
             group = await self.look_for_group(search)
-        except (
-            MatchmakingException,
-            P2PDaemonError,
-            P2PHandlerError,
-            ControlFailure,
-            OSError,
-            AssertionError,
-        ):
-            # AssertionError: hivemind checks a leader's answer by assert; a leader that names nonsense has no group.
-            return None
+        except (MatchmakingException, AssertionError, *TRANSPORT_ERRORS):
+            return None  # the DHT failed, or hivemind's matchmaking came to a state that it does not expect
         finally:
             self._search = None
-        if group is None:
+        members = self._members(group.peer_ids, group.gathered, search) if group is not None else None
+        if group is None or members is None:
             return None
-        members = []
-        for peer_id, blob in zip(group.peer_ids, group.gathered, strict=True):
-            announcement = self._valid_announcement(peer_id, blob, search)
-            if announcement is None:
-                return None
-            members.append(_member(peer_id, announcement))
-        ids = {str(member.peer_id) for member in members}
-        if len(ids) < len(members) or not has_quorum(ids, {str(self.peer_id), *self._present()}):
+        if not has_quorum({str(member.peer_id) for member in members}, {str(self.peer_id), *self._present()}):
             return None  # the leader's word is not enough: a group of too few could make a rival base
-        return group.group_id, tuple(members)
+        return group.group_id, members
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
@@ -185,16 +178,53 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         search, leader_id = self._search, leader.to_bytes()
         if search is None or leader_id in self._silent_leaders.distrusted(search.now()):
             return None
-        group = None
+        if self._asking > MOST_REDIRECTS:
+            return None
+        group, nonsense = None, False
+        self._asking += 1
         try:
             group = await super()._request_join_group(leader)
+        except (MatchmakingException, ValueError) as error:  # ValueError: a message code that does not exist
+            logger.debug("Leader %s answered nonsense: %r", leader, error)
+            nonsense = True
+        except TRANSPORT_ERRORS as error:
+            logger.debug("Leader %s could not be asked: %r", leader, error)
         finally:
+            self._asking -= 1
             # One that has too few followers says so when the tick begins.
+            latest = (search.scheduled_time + search.deadline) / 2
             if group is not None:
                 self._silent_leaders.answered(leader_id)
-            elif (search.scheduled_time + search.deadline) / 2 <= search.now() <= search.deadline + AWAKE_SECONDS:
+            elif nonsense or latest <= search.now() <= search.deadline + AWAKE_SECONDS:
                 self._silent_leaders.failed(leader_id, search.now())
         return group
+
+    async def follower_assemble_group(self, leader: PeerID, msg: averaging_pb2.MessageFromLeader) -> Any:
+        """:raises MatchmakingException: nonsense; it must not become our group, or nobody else's could any more"""
+        peer_ids = [PeerID(peer_id) for peer_id in msg.ordered_peer_ids]
+        valid = (
+            LEAST_GROUP_ID_BYTES <= len(msg.group_id) <= MOST_GROUP_ID_BYTES
+            and self.peer_id in peer_ids
+            and self._search is not None
+            and self._members(peer_ids, msg.gathered, self._search) is not None
+        )
+        if not valid:
+            raise MatchmakingException("the group is none, or its members' announcements are not valid")
+        return await super().follower_assemble_group(leader, msg)
+
+    def _members(
+        self, peer_ids: Sequence[PeerID], blobs: Sequence[bytes], search: GroupSearch
+    ) -> tuple[GroupMember, ...] | None:
+        """The members of a group with the announcements that they signed, or None if it is not what it should be."""
+        if len(peer_ids) != len(blobs) or len(set(peer_ids)) < len(peer_ids) or len(peer_ids) > MAX_GROUP_SIZE:
+            return None
+        members = []
+        for peer_id, blob in zip(peer_ids, blobs, strict=True):
+            announcement = self._valid_announcement(peer_id, blob, search)
+            if announcement is None:
+                return None
+            members.append(_member(peer_id, announcement))
+        return tuple(members)
 
     def _valid_announcement(self, peer_id: PeerID, blob: bytes, search: GroupSearch) -> RoundAnnouncement | None:
         try:

@@ -35,6 +35,7 @@ MAX_HEADER_BYTES = 256 * 1024
 MAX_BODY_BYTES = 16 * 1024 * 1024
 MAX_GROUP_SIZE = 256
 MAX_RECEIPTS = 64
+LEAST_GROUP_ID_BYTES, MOST_GROUP_ID_BYTES = 8, 64
 
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 PeerIdBytes = Annotated[bytes, Field(min_length=8, max_length=64)]
@@ -62,7 +63,7 @@ class ClockHeader(Header):
 class PartHeader(Header):
     """One part of a sender's contribution, encoded; or, between groups, a weighted sum (float32, little endian)."""
 
-    group_id: Annotated[bytes, Field(min_length=8, max_length=64)]
+    group_id: Annotated[bytes, Field(min_length=LEAST_GROUP_ID_BYTES, max_length=MOST_GROUP_ID_BYTES)]
     part: Annotated[int, Field(ge=0, le=2**20)]
     included: Annotated[bytes, Field(max_length=MAX_GROUP_SIZE // 8)] = b""
     """Of a sum: bit i says whether member i is in it."""

@@ -27,6 +27,10 @@ from peers.weighting import Weighting, get_weighting
 
 MAX_ABSOLUTE_DIFFERENCE = 1e4
 """No parameter moves this far between two rounds of an honest peer; float32 sums of such values stay finite."""
+MAX_ABSOLUTE_AVERAGE = 2 * MAX_ABSOLUTE_DIFFERENCE
+"""An average of allowed differences may be a little above their limit: it is rounded, and with a lossy codec it brings
+what earlier averages left out, at most a thirteenth of a block's largest value. With one limit for both, whoever
+contributes the largest difference that is allowed could void the round."""
 INLINE_ELEMENTS = 1 << 16
 """Below this size, arithmetic on the event loop costs less than a thread hand-over (about 0.1 ms)."""
 FLOAT32 = np.dtype("<f4")
@@ -98,9 +102,8 @@ class _OpenPart:
         return self.stop - self.start
 
     def stretch(self, span: PendingSpan) -> slice:
-        """Where a member's span lies in this part; empty if it does not."""
-        low, high = max(span.start, self.start), min(span.stop, self.stop)
-        return slice(low - self.start, max(low, high) - self.start) if low < high else slice(0, 0)
+        """Where a span that reaches into this part lies in it."""
+        return slice(max(span.start, self.start) - self.start, min(span.stop, self.stop) - self.start)
 
     def add(self, values: torch.Tensor, weighted: Sequence[tuple[slice, float]]) -> None:
         """Add ``values`` (float32, ``(size,)``) with a weight for each stretch."""
@@ -128,10 +131,14 @@ class _OpenPart:
     def fail(self, reason: str) -> None:
         """There will be no average: everybody who waits for it must hear of it."""
         self.closed = True
-        for future in (self.summed, self.result):
-            if not future.done():
-                future.set_exception(InvalidPart(reason))
-                future.exception()  # read here, so that a part nobody asks for is not reported as unhandled
+        _refuse(self.summed, reason)
+        _refuse(self.result, reason)
+
+
+def _refuse(future: asyncio.Future[Any], reason: str) -> None:
+    if not future.done():
+        future.set_exception(InvalidPart(reason))
+        future.exception()  # read here, so that a part nobody asks for is not reported as unhandled
 
 
 class PartReducer:
@@ -217,19 +224,15 @@ class PartReducer:
     def _weight(self, member: int, part: _OpenPart) -> float:
         """A member's highest weight in any element of a part."""
         return max(
-            (
-                self._rules.value_weight(span)
-                for span in self._plan.members[member].spans
-                if span.start < part.stop and part.start < span.stop
-            ),
+            (self._rules.value_weight(span) for span in self._plan.members[member].spans_in(part.start, part.stop)),
             default=0.0,
         )
 
     def _total_weight(self, member: int, start: int, stop: int) -> float:
         """A member's weight, summed over elements."""
         return math.fsum(
-            max(0, min(span.stop, stop) - max(span.start, start)) * self._rules.value_weight(span)
-            for span in self._plan.members[member].spans
+            (min(span.stop, stop) - max(span.start, start)) * self._rules.value_weight(span)
+            for span in self._plan.members[member].spans_in(start, stop)
         )
 
     async def add(self, source: int, part: int, values: torch.Tensor, included: Collection[int] | None = None) -> None:
@@ -259,6 +262,10 @@ class PartReducer:
 
     async def leave_out(self, source: int, reason: str) -> None:
         """Wait for this member no longer; what it already delivered stays counted."""
+        # Whoever calls may be cancelled, as when the member hangs up: a part that is being closed must become so.
+        await asyncio.shield(asyncio.ensure_future(self._leave_out(source, reason)))
+
+    async def _leave_out(self, source: int, reason: str) -> None:
         for part in self.parts:
             if source in part.waiting_for and not part.closed:
                 part.waiting_for.discard(source)
@@ -318,10 +325,18 @@ class PartReducer:
             mask=mask_of(set(included), len(self._plan.members)),
         )
 
-    def relayed(self, part: int, payload: bytes | memoryview, values: torch.Tensor, included: Collection[int]) -> None:
-        """The root has answered: what its average decodes to, and the bytes to pass on."""
+    async def relayed(
+        self, part: int, payload: bytes | memoryview, values: torch.Tensor, included: Collection[int]
+    ) -> None:
+        """The root has answered: what its average decodes to, and the bytes to pass on.
+
+        It may not have waited for our sum. Nothing is added from now on: it would be added to the average.
+        """
         open_part = self.parts[part]
-        open_part.sum.copy_(values)
+        async with open_part.lock:
+            open_part.closed = True
+            _refuse(open_part.summed, "its root did not wait")
+            open_part.sum.copy_(values)
         if not open_part.result.done():
             open_part.result.set_result(self._averaged(open_part, payload, included))
 
@@ -334,7 +349,7 @@ class PartReducer:
     def _encode(self, part: _OpenPart) -> bytes | memoryview:
         """Average and encode a part, once for everyone; ``part.sum`` becomes what they decode it to."""
         mean = part.average(self._normalisers(part))
-        check_values(mean)  # nobody would take another
+        check_values(mean, MAX_ABSOLUTE_AVERAGE)  # nobody would take another
         codec = self._rules.answer_codec
         if codec.lossless:
             return codec.encode(mean)
@@ -349,21 +364,26 @@ class PartReducer:
 
     def _weighted(self, member: int, part: _OpenPart) -> list[tuple[slice, float]]:
         """A member's weight in each stretch of a part."""
-        return [(part.stretch(span), self._rules.value_weight(span)) for span in self._plan.members[member].spans]
+        spans = self._plan.members[member].spans_in(part.start, part.stop)
+        return [(part.stretch(span), self._rules.value_weight(span)) for span in spans]
 
     def _normalisers(self, part: _OpenPart) -> list[tuple[slice, float]]:
         """What to divide by in each stretch in which no included member's counts change."""
-        weighting = self._rules.weighting
-        spans = [self._plan.members[member].spans for member in sorted(part.included)]
-        cuts = {part.start, part.stop}
-        for own in spans:
-            cuts |= {cut for span in own for cut in (span.start, span.stop) if part.start < cut < part.stop}
+        terms = self._rules.weighting.normaliser_terms
+        nothing = terms(0, 0)
+        changes: dict[int, dict[int, tuple[float, ...]]] = {part.start: {}}
+        for member in part.included:
+            for span in self._plan.members[member].spans_in(part.start, part.stop):
+                begin, end = max(span.start, part.start), span.stop
+                changes.setdefault(begin, {})[member] = terms(span.samples, self._rules.steps(span))
+                if end < part.stop:
+                    changes.setdefault(end, {})[member] = nothing  # until its next span, perhaps right here
+        there: dict[int, tuple[float, ...]] = {}
         found = []
-        for low, high in pairwise(sorted(cuts)):
-            there = [span for own in spans for span in own if span.start <= low and high <= span.stop]
-            terms = [weighting.normaliser_terms(span.samples, self._rules.steps(span)) for span in there]
-            total = tuple(math.fsum(column) for column in zip(*terms, strict=True))
-            normaliser = weighting.normaliser(total) if total else 0.0
+        for low, high in pairwise([*sorted(changes), part.stop]):
+            there |= changes[low]
+            total = tuple(math.fsum(column) for column in zip(*there.values(), strict=True))
+            normaliser = self._rules.weighting.normaliser(total) if total else 0.0
             found.append((slice(low - part.start, high - part.start), normaliser))
         return found
 
@@ -372,7 +392,10 @@ async def off_loop(elements: int, work: Callable[..., Result], *arguments: Any) 
     """Do arithmetic on so many elements: in a thread, unless the hand-over would cost more. Finished in any case."""
     if elements <= INLINE_ELEMENTS:
         return work(*arguments)
-    return await asyncio.shield(asyncio.to_thread(work, *arguments))
+    working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    # Read here: of whoever hangs up while its nonsense is decoded, nobody is left to ask what became of it.
+    working.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(working)
 
 
 def decode_values(

@@ -30,11 +30,20 @@ from peers.messages import (
     indices_of,
     mask_of,
 )
-from peers.reducer import FLOAT32, InvalidPart, PartReducer, Rules, check_values, decode_values, off_loop
+from peers.reducer import (
+    FLOAT32,
+    MAX_ABSOLUTE_AVERAGE,
+    InvalidPart,
+    PartReducer,
+    Rules,
+    check_values,
+    decode_values,
+    off_loop,
+)
 from peers.round_plan import RoundPlan, Share
 
 CallReducer = Callable[[PeerID, AsyncIterator[Part]], Awaitable[AsyncIterator[Average]]]
-TakeAverage = Callable[[int, "bytes | memoryview", torch.Tensor, "set[int]"], None]
+TakeAverage = Callable[[int, "bytes | memoryview", torch.Tensor, "set[int]"], Awaitable[None]]
 """Is given a part's number, its average's bytes, what they decode to, and who is in it."""
 TRANSPORT_ERRORS = (
     P2PDaemonError,
@@ -255,7 +264,7 @@ class Round:
             await self._reduce_own(share)
             return
 
-        def take(number: int, payload: memoryview | bytes, values: torch.Tensor, included: set[int]) -> None:
+        async def take(number: int, payload: memoryview | bytes, values: torch.Tensor, included: set[int]) -> None:
             start, stop = share.parts[number]
             self._average[start:stop] = values
             self._included[start, stop] = sorted(included)
@@ -270,10 +279,7 @@ class Round:
         if share is None:
             return
 
-        def take(number: int, payload: memoryview | bytes, values: torch.Tensor, included: set[int]) -> None:
-            self.reducer.relayed(number, payload, values, included)
-
-        reason = await self._talk_to(root, self._sums_for(parts), parts, share, take)
+        reason = await self._talk_to(root, self._sums_for(parts), parts, share, self.reducer.relayed)
         if reason:
             self.reducer.void(parts, f"their root {str(self.plan.members[root].peer_id)[-6:]} {reason}")
 
@@ -317,7 +323,7 @@ class Round:
             try:
                 await asyncio.shield(self.reducer.summed(number))
             except InvalidPart:
-                return  # nobody of our group is in it: the root goes on without us
+                return  # nobody of our group is in it, or the root did not wait: it goes on without us
             part = self.reducer.parts[number]
             body = part.sum.numpy().astype(FLOAT32, copy=False).data.cast("B")
             self.bytes_sent += len(body)
@@ -346,12 +352,13 @@ class Round:
             if not included:
                 raise InvalidPart("an average of nobody")
             start, stop = share.parts[header.part]
-            values = await off_loop(stop - start, decode_values, self._rules.answer_codec, message.body, stop - start)
+            codec, size = self._rules.answer_codec, stop - start
+            values = await off_loop(size, decode_values, codec, message.body, size, MAX_ABSOLUTE_AVERAGE)
             self.bytes_received += len(message.body)
             # What comes back has been there: that much of what we sent has arrived.
             arrived = self._sent.get((start, stop), 0)
             self.meter.note(asyncio.get_running_loop().time(), up=arrived, down=len(message.body))
-            take(header.part, message.body, values, included)
+            await take(header.part, message.body, values, included)
             received += 1
             if received == len(expected):
                 with suppress(RuntimeError):

@@ -19,6 +19,7 @@ What this does not stop: announced rates that are not true make rounds slow unti
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,12 +36,18 @@ class GroupMember:
 
     peer_id: PeerID
     spans: tuple[PendingSpan, ...]
+    """In order, none in two of them."""
     samples: int
     steps: int
     kilobits_per_second: int = 0
     """What its line was measured to carry each way; 0 if it was not measured."""
     distrusted: tuple[bytes, ...] = ()
     """Peer ids of reducers that failed it lately."""
+
+    def spans_in(self, start: int, stop: int) -> Sequence[PendingSpan]:
+        """Those that reach into elements ``[start, stop)``. Found by bisection: anyone may announce a thousand."""
+        first = bisect_right(self.spans, start, key=lambda span: span.stop)
+        return self.spans[first : bisect_left(self.spans, stop, key=lambda span: span.start)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +213,6 @@ def element_samples(plan: RoundPlan, parts: Sequence[AveragedPart]) -> int:
     total = 0
     for part in parts:
         for index in part.included:
-            for span in plan.members[index].spans:
-                overlap = min(span.stop, part.stop) - max(span.start, part.start)
-                total += max(0, overlap) * span.samples
+            for span in plan.members[index].spans_in(part.start, part.stop):
+                total += (min(span.stop, part.stop) - max(span.start, part.start)) * span.samples
     return total

@@ -1,12 +1,11 @@
-"""Taking part: every tick's round, from the snapshot to the commit, and other peers' calls that belong to rounds."""
+"""Taking part: every tick's round, from the snapshot to the commit."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from peers.presence import RECORD_SECONDS, Presence
 from peers.reducer import BY_SAMPLES, MAX_BATCH, InvalidPart, Rules, check_values, off_loop
 from peers.round import TRANSPORT_ERRORS, Round, RoundResult, RoundVoid
 from peers.round_plan import GroupMember, RoundPlan, plan_round
+from peers.round_register import RoundRegister
 from peers.servicer import SwarmServicer
 from peers.transport import Transport
 from peers.weighting import get_weighting
@@ -39,9 +39,6 @@ logger = logging.getLogger(__name__)
 
 AVERAGE = "average"
 """Name of the call that carries a contribution's parts one way and their averages the other."""
-REGISTER_SECONDS = 5.0
-"""How long a groupmate's call may come before its round is known here."""
-ROUNDS_UNKNOWN_PER_PEER = 4
 ENOUGH = 0.9
 """A step on averaged gradients needs this share of its global batch: rates that peers advertise differ for a moment."""
 ATTEMPTS = 3
@@ -81,8 +78,7 @@ class RoundKeeper:
         self._reducers = Reliability(run.schedule.cycle_seconds)
         silent_leaders = Reliability(run.schedule.cycle_seconds)
         self._needed_samples = ENOUGH * averaging.global_batch
-        self._rounds: dict[bytes, asyncio.Future[Round]] = {}
-        self._guessing: Counter[PeerID] = Counter()
+        self._register = RoundRegister()
         self._matchmaking: dict[str, FragmentMatchmaking] = {}
         dht = NodeAsDHT(run.node)
         for state in run.fragments:
@@ -104,49 +100,9 @@ class RoundKeeper:
         """The matchmaking behind one of this run's group keys."""
         return self._matchmaking.get(group_key)
 
-    async def answer_sender(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncGenerator[Average, None]:
-        """A groupmate sends its contribution; its round may be known to us a moment later than to it."""
-        try:
-            first = await asyncio.wait_for(stream.__aiter__().__anext__(), REGISTER_SECONDS)
-        except (StopAsyncIteration, asyncio.TimeoutError):
-            return
-        if first.header is None:
-            return
-        current = await self._round_of(first.header.group_id, remote_id)
-        if current is None:
-            return
-        async for answer in current.answer(_chain(first, stream), remote_id):
-            yield answer
-
-    async def _round_of(self, group_id: bytes, remote_id: PeerID) -> Round | None:
-        """The round of a group, waited for a moment if we do not know of it yet; a few such waits per peer."""
-        waiting = self._rounds.get(group_id)
-        if waiting is not None and waiting.done():
-            return waiting.result()
-        if self._guessing[remote_id] >= ROUNDS_UNKNOWN_PER_PEER:
-            return None
-        if waiting is None:
-            waiting = self._rounds[group_id] = asyncio.get_running_loop().create_future()
-            asyncio.get_running_loop().call_later(2 * REGISTER_SECONDS, self._forget_round, group_id)
-        self._guessing[remote_id] += 1
-        try:
-            return await asyncio.wait_for(asyncio.shield(waiting), REGISTER_SECONDS)
-        except asyncio.TimeoutError:
-            return None
-        finally:
-            self._guessing[remote_id] -= 1
-            if not self._guessing[remote_id]:
-                del self._guessing[remote_id]
-
-    def _forget_round(self, group_id: bytes) -> None:
-        """Of a group id that somebody named but that never became a round here."""
-        waiting = self._rounds.get(group_id)
-        if waiting is not None and not waiting.done():
-            del self._rounds[group_id]
-
     async def serve(self) -> None:
         """Answer groupmates from now on."""
-        await self._transport.serve(AVERAGE, self.answer_sender, Part)
+        await self._transport.serve(AVERAGE, self._register.answer, Part)
 
     async def keep_ticks(self) -> None:
         """Begin every tick's round in time to find a group by the tick's beginning."""
@@ -389,12 +345,7 @@ class RoundKeeper:
             residual=state.average_residual.of,
             on_arrival=partial(self._arrival_times.note, transfer_bytes),
         )
-        waiting = self._rounds.setdefault(plan.group_id, asyncio.get_running_loop().create_future())
-        if waiting.done():
-            raise RoundVoid("the leader used a group id twice")
-        waiting.set_result(current)
-        current.over.add_done_callback(lambda _: self._rounds.pop(plan.group_id, None))
-        asyncio.get_running_loop().call_later(current.longest_seconds + REGISTER_SECONDS, current.end)
+        self._register.add(current)
         state.unresolved_mates |= {str(member.peer_id) for member in plan.members}
         state.contributes(plan.tick)
         state.decoded = current.decoded
@@ -440,9 +391,3 @@ def _announced_seconds(members: Sequence[GroupMember], transfer_bytes: int) -> f
 def _mean_samples(spans: tuple[PendingSpan, ...], size: int) -> float:
     """Samples a contribution brings, mean over the fragment's elements."""
     return sum((span.stop - span.start) * span.samples for span in spans) / size
-
-
-async def _chain(first: Part, rest: AsyncIterator[Part]) -> AsyncIterator[Part]:
-    yield first
-    async for part in rest:
-        yield part
