@@ -240,6 +240,8 @@ class Round:
                 values = await off_loop(part.size, self.reducer.decode, sender, header.part, message.body)
                 self.bytes_received += len(message.body)
                 self.meter.note(asyncio.get_running_loop().time(), down=len(message.body))
+                if self.over.done():
+                    return  # while it was decoded
                 await self.reducer.add(sender, header.part, values, included)
                 received += 1
             if received < len(expected):

@@ -251,6 +251,20 @@ async def twisted(
 # A round with it
 
 
+class _Watched(Round):
+    """Says what became of its duties, and keeps its parts when it is over."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.failures: list[BaseException] = []
+        self.parts_reduced = [*self.reducer.parts]
+
+    def _duty_done(self, duty: asyncio.Task[None]) -> None:
+        if not duty.cancelled() and duty.exception() is not None:
+            self.failures.append(duty.exception())  # type: ignore[arg-type]
+        super()._duty_done(duty)
+
+
 @dataclass
 class HostileNetwork:
     """Carries the messages of one round; whatever member ``HOSTILE`` sends is what its scripts make of it."""
@@ -264,7 +278,7 @@ class HostileNetwork:
     """Calls of the hostile member besides: whom, and what it says."""
     seed: int = 0
     """Of how long arithmetic takes."""
-    rounds: dict[int, Round] = field(default_factory=dict)
+    rounds: dict[int, _Watched] = field(default_factory=dict)
     brought: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     """By sender, reducer and part: the values that the reducer may have counted."""
 
@@ -358,7 +372,7 @@ class HostileNetwork:
         times = ClosingTimes(grace_seconds=3.0, deadline_seconds=5.0)
         rules = Rules(codec=get_codec(self.codec), answer_codec=get_codec(self.answer_codec))
         for index, contribution in enumerate(contributions):
-            self.rounds[index] = Round(
+            self.rounds[index] = _Watched(
                 self.plan,
                 peer(index),
                 contribution,
@@ -378,10 +392,9 @@ class HostileNetwork:
         odd = [asyncio.create_task(self._weird_call(*call)) for call in self.weird_calls]
         outcomes = await asyncio.gather(*(one.run() for one in self.rounds.values()), return_exceptions=True)
         duties = [duty for one in self.rounds.values() for duty in one._duties]
-        await asyncio.wait(duties)
-        for duty in duties:
-            error = None if duty.cancelled() else duty.exception()
-            assert error is None or isinstance(error, RoundVoid), repr(error)
+        await asyncio.gather(*duties, return_exceptions=True)
+        for one in self.rounds.values():
+            assert all(isinstance(error, RoundVoid) for error in one.failures), one.failures
         odd += [asyncio.create_task(self._weird_call(*call)) for call in self.weird_calls]  # it is over
         await asyncio.gather(*odd)
         for outcome in outcomes:

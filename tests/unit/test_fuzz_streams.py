@@ -60,7 +60,7 @@ def parsed(data: bytes) -> tuple[list[tuple[bytes, bytes]], str]:
     return found, "lost"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     data=stream_pieces, chunk_bytes=st.lists(st.integers(1, 400), min_size=1, max_size=5), before=st.integers(0, 200)
 )
@@ -187,7 +187,7 @@ names = st.sampled_from(["start", "stop", "version", "digest", "fragment", "hist
 changes = st.dictionaries(names, anything | st.integers(-1, 2**41), max_size=2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(change=changes, header=st.none() | anything, body=st.none() | st.binary(max_size=64), first=st.booleans())
 def test_any_answer_of_a_donor_is_taken_or_is_its_failure(
     change: dict[str, Any], header: Any, body: bytes | None, first: bool
@@ -212,7 +212,7 @@ def test_any_answer_of_a_donor_is_taken_or_is_its_failure(
         assert isinstance(answer.header, BasePieceHeader) == (not first)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     asked=st.lists(st.tuples(changes, st.none() | anything | st.binary(max_size=40)), min_size=1, max_size=4),
 )
