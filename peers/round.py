@@ -240,6 +240,8 @@ class Round:
                 values = await off_loop(part.size, self.reducer.decode, sender, header.part, message.body)
                 self.bytes_received += len(message.body)
                 self.meter.note(asyncio.get_running_loop().time(), down=len(message.body))
+                if self.over.done():
+                    return  # while it was decoded
                 await self.reducer.add(sender, header.part, values, included)
                 received += 1
             if received < len(expected):
@@ -334,10 +336,8 @@ class Round:
     def _encode(self, start: int, stop: int) -> tuple[bytes | memoryview, torch.Tensor | None]:
         """A part's body, and what it decodes to if that is something else."""
         values, codec = self._contribution[start:stop], self._rules.codec
-        if codec.lossless:
-            return values.numpy().astype(FLOAT32, copy=False).data.cast("B"), None  # sent from where it lies
         body = codec.encode(values)
-        return body, codec.decode(body, stop - start)
+        return body, None if codec.lossless else codec.decode(body, stop - start)
 
     async def _receive(
         self, reducer: PeerID, requests: AsyncIterator[Part], expected: Sequence[int], share: Share, take: TakeAverage

@@ -251,6 +251,20 @@ async def twisted(
 # A round with it
 
 
+class _Watched(Round):
+    """Says what became of its duties, and keeps its parts when it is over."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.failures: list[BaseException] = []
+        self.parts_reduced = [*self.reducer.parts]
+
+    def _duty_done(self, duty: asyncio.Task[None]) -> None:
+        if not duty.cancelled() and duty.exception() is not None:
+            self.failures.append(duty.exception())  # type: ignore[arg-type]
+        super()._duty_done(duty)
+
+
 @dataclass
 class HostileNetwork:
     """Carries the messages of one round; whatever member ``HOSTILE`` sends is what its scripts make of it."""
@@ -264,7 +278,7 @@ class HostileNetwork:
     """Calls of the hostile member besides: whom, and what it says."""
     seed: int = 0
     """Of how long arithmetic takes."""
-    rounds: dict[int, Round] = field(default_factory=dict)
+    rounds: dict[int, _Watched] = field(default_factory=dict)
     brought: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     """By sender, reducer and part: the values that the reducer may have counted."""
 
@@ -358,7 +372,7 @@ class HostileNetwork:
         times = ClosingTimes(grace_seconds=3.0, deadline_seconds=5.0)
         rules = Rules(codec=get_codec(self.codec), answer_codec=get_codec(self.answer_codec))
         for index, contribution in enumerate(contributions):
-            self.rounds[index] = Round(
+            self.rounds[index] = _Watched(
                 self.plan,
                 peer(index),
                 contribution,
@@ -367,33 +381,20 @@ class HostileNetwork:
                 rules,
                 residual=lambda start, stop: None,
             )
-        ended: list[asyncio.Task[None]] = []
-        note_end = Round._duty_done
-
-        def duty_done(one: Round, duty: asyncio.Task[None]) -> None:
-            ended.append(duty)
-            note_end(one, duty)
-
-        with (
-            mock.patch("peers.reducer.INLINE_ELEMENTS", 0),
-            mock.patch("asyncio.to_thread", self._in_a_moment),
-            mock.patch.object(Round, "_duty_done", duty_done),
-        ):
-            return await self._hold(ended)
+        with mock.patch("peers.reducer.INLINE_ELEMENTS", 0), mock.patch("asyncio.to_thread", self._in_a_moment):
+            return await self._hold()
 
     async def _in_a_moment(self, work: Callable[..., Result], *arguments: Any) -> Result:
         await asyncio.sleep(self._dice.choice([0.0, 0.001, 0.01, 0.1]))
         return work(*arguments)
 
-    async def _hold(self, ended: Sequence[asyncio.Task[None]]) -> list[Outcome]:
+    async def _hold(self) -> list[Outcome]:
         odd = [asyncio.create_task(self._weird_call(*call)) for call in self.weird_calls]
         outcomes = await asyncio.gather(*(one.run() for one in self.rounds.values()), return_exceptions=True)
-        while under_way := [duty for one in self.rounds.values() for duty in one._duties]:
-            await asyncio.wait(under_way)
-            await asyncio.sleep(0)
-        for duty in ended:
-            error = None if duty.cancelled() else duty.exception()
-            assert error is None or isinstance(error, RoundVoid), repr(error)
+        duties = [duty for one in self.rounds.values() for duty in one._duties]
+        await asyncio.gather(*duties, return_exceptions=True)
+        for one in self.rounds.values():
+            assert all(isinstance(error, RoundVoid) for error in one.failures), one.failures
         odd += [asyncio.create_task(self._weird_call(*call)) for call in self.weird_calls]  # it is over
         await asyncio.gather(*odd)
         for outcome in outcomes:

@@ -98,6 +98,14 @@ def test_a_step_is_used_through_the_attributes_of_our_group_search_only() -> Non
     assert {"data_for_gather", "scheduled_time", "deadline"} <= set(vars(control.StepControl))
 
 
+def test_a_leader_is_asked_also_on_anothers_word_through_the_method_that_we_bound() -> None:
+    asking = source_of(Matchmaking._request_join_group)
+    assert asking.count("await self._request_join_group(suggested_leader)") == 1
+    assert asking.count("await self.follower_assemble_group(leader, message)") == 1
+    assert source_of(Matchmaking).count("follower_assemble_group(") == 2
+    assert list(inspect.signature(Matchmaking.follower_assemble_group).parameters) == ["self", "leader", "msg"]
+
+
 def test_a_leaders_answer_carries_peer_ids_and_gathered_blobs_in_one_order() -> None:
     fields = hivemind.averaging.group_info.GroupInfo.__dataclass_fields__
     assert list(fields) == ["group_id", "peer_ids", "gathered"]
