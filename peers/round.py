@@ -313,7 +313,10 @@ class Round:
 
     async def _parts_for(self, share: Share) -> AsyncIterator[Part]:
         for part, (start, stop) in enumerate(share.parts):
-            body, decoded = await off_loop(stop - start, self._encode, start, stop)
+            try:
+                body, decoded = await off_loop(stop - start, self._encode, start, stop)
+            except ValueError:
+                return  # not finite: the reducer goes on without us, and still gives us its averages
             if decoded is not None:
                 self.decoded.append((start, stop, decoded))
             self.bytes_sent += len(body)

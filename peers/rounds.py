@@ -14,7 +14,7 @@ import torch
 from hivemind.p2p import PeerID
 
 from dht_config.keys import matchmaking_prefix
-from dht_config.records import MAX_DISTRUSTED, RoundAnnouncement, sign_announcement
+from dht_config.records import MAX_DISTRUSTED, MAX_SPANS, RoundAnnouncement, sign_announcement
 from peers.bases import BaseKeeper
 from peers.closing import LinkRate, Reliability, TransferTimes, closing_times
 from peers.codecs import get_codec
@@ -161,6 +161,9 @@ class RoundKeeper:
         state.taken = taken
         report["outcome"] = "carried"
         spans = state.ledger.pending(taken.samples, taken.steps)
+        if len(spans) > MAX_SPANS:
+            await self._discard_progress(state)
+            raise RoundVoid("what is pending is in too many pieces to announce; it was dropped")
         values = await asyncio.to_thread(state.contribution, spans)
         try:
             await off_loop(state.size, check_values, values)

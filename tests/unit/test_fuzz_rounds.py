@@ -286,7 +286,7 @@ def test_nobody_hears_of_nonsense_whose_sender_hung_up_while_it_was_decoded() ->
 
 
 def test_work_grows_with_the_spans_that_members_announce_not_with_their_square() -> None:
-    """256 members, 16 of them with 1024 spans each, all in one part: it took minutes, on the event loop."""
+    """256 members, 16 of them with 1024 spans each, all in one part."""
     size, cuts = 2**16, 1024
     many = [
         tuple(

@@ -115,7 +115,11 @@ def ed25519_identity_file() -> bytes:
 
 
 @pytest.mark.parametrize("load", [load_or_create_identity, load_or_create_organiser_key])
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\x08\x00\x12\x03abc", b"x" * 100_000, ed25519_identity_file()])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"garbage", b"\x08\x00\x12\x03abc", b"x" * 100_000, ed25519_identity_file()],
+    ids=["empty", "garbage", "no key", "long", "another kind of key"],
+)
 def test_a_damaged_file_is_named_and_left_alone(load: object, content: bytes, tmp_path: Path) -> None:
     assert callable(load)
     path = tmp_path / "damaged.key"

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from peers.weighting import WEIGHTING_NAMES, Weighting, get_weighting
 
-every_weighting = pytest.mark.parametrize("weighting", [get_weighting(name) for name in WEIGHTING_NAMES], ids=str)
+every_weighting = pytest.mark.parametrize(
+    "weighting", [get_weighting(name) for name in WEIGHTING_NAMES], ids=list(WEIGHTING_NAMES)
+)
 counts = st.integers(1, 10_000).flatmap(lambda steps: st.tuples(st.integers(steps, steps * 4096), st.just(steps)))
 groups = st.lists(st.tuples(counts, st.floats(-1, 1)), min_size=1, max_size=8)
 
