@@ -397,3 +397,19 @@ def test_element_samples_count_each_span_where_its_owner_is_included(size: int, 
         if span.start <= element < span.stop
     )
     assert element_samples(plan, parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("samples", "reason"),
+    [
+        ([50, 50, 5], "was late; the others had nearly all of the weight"),
+        ([50, 50, 25], "missed the deadline"),
+    ],
+)
+def test_after_the_grace_only_a_small_part_of_the_weight_is_not_waited_for(samples: list[int], reason: str) -> None:
+    plan = plan_for([whole(12, count) for count in samples], 12)
+    network = Network(plan, wait_seconds=HASTY_SECONDS, grace_seconds=0.2, mute_to={(2, 0): 0, (2, 1): 0})
+    results = committed(hold(network, random_contributions(3, 12)))
+    assert len({result.average.numpy().tobytes() for result in results}) == 1
+    for index in (0, 1):
+        assert network.rounds[index].reducer.rejected == {2: reason}
