@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -21,18 +21,6 @@ from peers.pipe import FragmentMeta, SnapshotTaken
 from peers.residual import AverageResidual
 from peers.round_plan import RoundPlan, element_samples, receipt_for
 from peers.transfer import FetchedBase, FrozenBase, LiveBytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextBase:
-    """A base that is complete but not yet in place."""
-
-    version: int
-    digest: bytes
-    total_element_samples: int
-    history: bytes
-    base: torch.Tensor
-    outer_state: torch.Tensor
 
 
 class FragmentState:
@@ -144,51 +132,44 @@ class FragmentState:
             receipts=tuple(self.receipts),
         )
 
-    def next_base(
+    def commit(
         self,
         outer: OuterOptimizer,
         plan: RoundPlan,
         average: torch.Tensor,
         parts: Sequence[AveragedPart],
-        spare: torch.Tensor | None = None,
-    ) -> NextBase:
-        """The outer step, in buffers of its own (shadow); nothing in place changes.
+        own_id: bytes,
+    ) -> None:
+        """A round's average is whole: step the base, in place. The reference becomes the snapshot where we are in it.
 
-        :param spare: memory for the new base, float32 ``(size,)``
+        Elsewhere it becomes the old base. Nothing here waits for anybody. A process that is killed in the middle leaves
+        a base that fits no digest; who reads it from a checkpoint notices.
+
+        :param average: float32 ``(size,)``
+        :param parts: who is in which elements of it
         """
-        total = self.total_element_samples + element_samples(plan, parts)
         version = self.version + 1
-        base, outer_state = outer.step(self.base, self.outer_state, average, version, spare)
-        history = extend_history(self.history, receipt_for(plan, parts, version))
+        receipt = receipt_for(plan, parts, version)
+        entry, held = receipt.ranges_of(own_id)
+        self._contribution.accepted(self.snapshot, self.base, held, list(self.decoded))
+        outer.step(self.base, self.outer_state, average, version, (self.base, self.outer_state))
+        total = self.total_element_samples + element_samples(plan, parts)
+        history = extend_history(self.history, receipt)
         digest = base_digest(
             fragment=self.index,
             version=version,
             total_element_samples=total,
             history=history,
-            base=base,
-            outer_state=outer_state,
+            base=self.base,
+            outer_state=self.outer_state,
         )
-        return NextBase(
-            version=version,
-            digest=digest,
-            total_element_samples=total,
-            history=history,
-            base=base,
-            outer_state=outer_state,
-        )
-
-    def commit(self, new: NextBase, plan: RoundPlan, parts: Sequence[AveragedPart], own_id: bytes) -> None:
-        """Put a round's base in place. The reference becomes the snapshot where we are in it, else the old base."""
-        receipt = receipt_for(plan, parts, new.version)
-        entry, held = receipt.ranges_of(own_id)
-        self._contribution.accepted(self.snapshot, self.base, held, list(self.decoded))
         if entry is not None:
             self.ledger = self.ledger.credit(held, entry.samples, entry.steps)
         self.receipts.append(receipt)
         while len(self.receipts) > MAX_RECEIPTS:
             self.history_before = extend_history(self.history_before, self.receipts.pop(0))
         self.backers = frozenset(str(member.peer_id) for member in plan.members if member.peer_id.to_bytes() != own_id)
-        self._put(new)
+        self._moved_to(version, digest, total, history)
 
     def adopt(self, fetched: FetchedBase, own_id: bytes) -> bool:
         """Put a fetched base in place; returns whether this peer's progress stands.
@@ -226,16 +207,9 @@ class FragmentState:
         self.receipts = list(fetched.receipts)
         self.history_before = fetched.history_before
         self.backers = frozenset()
-        self._put(
-            NextBase(
-                version=fetched.claim.version,
-                digest=fetched.claim.digest,
-                total_element_samples=fetched.total_element_samples,
-                history=fetched.history,
-                base=fetched.base,
-                outer_state=fetched.outer_state,
-            )
-        )
+        self.base.copy_(fetched.base)
+        self.outer_state.copy_(fetched.outer_state)
+        self._moved_to(fetched.claim.version, fetched.claim.digest, fetched.total_element_samples, fetched.history)
         return keep
 
     def contributes(self, tick: int) -> None:
@@ -265,12 +239,11 @@ class FragmentState:
                 return milestone
         return None
 
-    def _put(self, new: NextBase) -> None:
-        self.base.copy_(new.base)
-        self.outer_state.copy_(new.outer_state)
-        self.version, self.digest = new.version, new.digest
-        self.total_element_samples = new.total_element_samples
-        self.history = new.history
+    def _moved_to(self, version: int, digest: bytes, total_element_samples: int, history: bytes) -> None:
+        """Another base is in place."""
+        self.version, self.digest = version, digest
+        self.total_element_samples = total_element_samples
+        self.history = history
         self.taken = self.late = None
         self.uncertain = False
         self.unresolved_mates = frozenset()

@@ -34,16 +34,16 @@ class OuterOptimizer(Protocol):
         state: torch.Tensor,
         average: torch.Tensor,
         version: int,
-        out: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New base and state; none of what it is given is changed but ``out``.
+        """New base and state; nothing that it is given is changed but ``out``.
 
         :param base: float32 ``(size,)``
         :param state: float32 ``(states, size)``
         :param average: weighted mean of the contributions, float32 ``(size,)``: the direction in which to go, that is
             local parameters minus base, or the negative mean gradient
         :param version: of the new base, 1 for the first step
-        :param out: float32 ``(size,)``, memory for the new base; without it a new tensor
+        :param out: where new base and state go, of the same shapes; may be the old ones. Without it new tensors
         """
 
 
@@ -61,10 +61,10 @@ class Nesterov:
         state: torch.Tensor,
         average: torch.Tensor,
         version: int,
-        out: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``OuterOptimizer``; the state is the momentum."""
-        new_base, new_state = torch.empty_like(base) if out is None else out, torch.empty_like(state)
+        new_base, new_state = out or (torch.empty_like(base), torch.empty_like(state))
         for part in _cache_sized(len(base)):
             momentum = torch.sub(torch.mul(state[0, part], self.momentum), average[part])
             look_ahead = torch.sub(torch.mul(momentum, self.momentum), average[part])
@@ -92,12 +92,12 @@ class AdamW:
         state: torch.Tensor,
         average: torch.Tensor,
         version: int,
-        out: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``OuterOptimizer``; the state is the first and the second moment of the gradient."""
         beta1, beta2 = self.betas
         bias1, bias2 = 1.0 - power(beta1, version), 1.0 - power(beta2, version)
-        new_base, new_state = torch.empty_like(base) if out is None else out, torch.empty_like(state)
+        new_base, new_state = out or (torch.empty_like(base), torch.empty_like(state))
         for part in _cache_sized(len(base)):
             # The average points downhill: it is the negative gradient.
             downhill = average[part]

@@ -20,7 +20,7 @@ from peers.closing import LinkRate, Reliability, TransferTimes, closing_times
 from peers.codecs import get_codec
 from peers.context import RunContext
 from peers.contributed import note_contributed
-from peers.fragment_state import FragmentState, NextBase
+from peers.fragment_state import FragmentState
 from peers.grouping import AWAKE_SECONDS, FragmentMatchmaking, GroupSearch, NodeAsDHT
 from peers.ledger import PendingSpan
 from peers.messages import Average, AveragedPart, Part
@@ -250,11 +250,7 @@ class RoundKeeper:
         else:
             result, left_out = await self._all_reduce(plan, state, brought.values, report)
             average, parts = result.average, result.parts
-        # Every part of ours has been answered, so the contribution's memory is free (not that of the average, which
-        # late receivers may still read; and not if reducers of an earlier attempt may).
-        spare = brought.values if len(members) > 1 and not attempt else None
-        new = await asyncio.to_thread(state.next_base, self._outer, plan, average, parts, spare)
-        rebased = await self._run.tasks.whole(self._commit(state, new, plan, parts))
+        rebased = await self._run.tasks.whole(self._commit(state, plan, average, parts))
         self._presence.step_fell_short = False
         state.average_residual.replace(left_out)
         state.backed_until = self._run.clock.now() + RECORD_SECONDS
@@ -267,11 +263,11 @@ class RoundKeeper:
         state.forget_snapshot()
 
     async def _commit(
-        self, state: FragmentState, new: NextBase, plan: RoundPlan, parts: tuple[AveragedPart, ...]
+        self, state: FragmentState, plan: RoundPlan, average: torch.Tensor, parts: tuple[AveragedPart, ...]
     ) -> asyncio.Future[Rebased] | None:
         async with state.content:
             await self._bases.before_change(state)
-            await asyncio.to_thread(state.commit, new, plan, parts, self._run.own_id)
+            await asyncio.to_thread(state.commit, self._outer, plan, average, parts, self._run.own_id)
             return self._run.training.rebase(state, True)
 
     async def _discard_progress(self, state: FragmentState) -> None:

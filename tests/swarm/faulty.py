@@ -20,7 +20,7 @@ import torch
 
 import peers.rounds
 from p2p_trainer.cli import main
-from peers.fragment_state import FragmentState, NextBase
+from peers.fragment_state import FragmentState
 from peers.messages import Part
 from peers.reducer import PartReducer
 from peers.round import Round
@@ -108,10 +108,12 @@ def averaged_with_fault(self: PartReducer, *arguments: Any) -> Any:
     return replace(right, payload=os.urandom(len(right.payload))) if hasattr(self, "answers_garbage") else right
 
 
-async def commit_with_fault(self: RoundKeeper, state: FragmentState, new: NextBase, *arguments: Any) -> Any:
+async def commit_with_fault(
+    self: RoundKeeper, state: FragmentState, plan: RoundPlan, average: torch.Tensor, *arguments: Any
+) -> Any:
     if await reached("before-commit"):
-        new = replace(new, base=new.base + torch.rand(state.size), digest=os.urandom(32))
-    done = await commit(self, state, new, *arguments)
+        average = average + torch.rand(state.size)
+    done = await commit(self, state, plan, average, *arguments)
     if await reached("after-commit"):
         state.digest = os.urandom(32)
         state.total_element_samples += 10**9

@@ -121,7 +121,7 @@ class Peer:
             self.state.ledger = self.state.ledger.drop(self.samples, self.samples)
 
     def commit(self, plan: RoundPlan, average: torch.Tensor, parts: Sequence[AveragedPart]) -> None:
-        self.state.commit(self.state.next_base(OUTER, plan, average, parts), plan, parts, self.own_id)
+        self.state.commit(OUTER, plan, average, parts, self.own_id)
         self.rebase(keep=True)
 
     def adopt(self, donor: Peer, *, newest: int = MAX_RECEIPTS) -> bool:
@@ -258,18 +258,6 @@ def test_the_digest_of_a_committed_base_is_that_of_its_bytes(pair: tuple[Peer, P
         base=state.base,
         outer_state=state.outer_state,
     )
-
-
-def test_nothing_in_place_changes_before_the_commit(pair: tuple[Peer, Peer]) -> None:
-    first, _ = pair
-    first.snapshot()
-    before = first.state.frozen().copied(), first.state.snapshot.clone(), first.state.ledger
-    plan = plan_of([first])
-    parts = [AveragedPart(start=0, stop=SIZE, included=[0])]
-    new = first.state.next_base(OUTER, plan, first.state.contribution(first.member().spans), parts)
-    assert new.version == 1 and new.total_element_samples == 8 * SIZE
-    assert (first.state.frozen().copied(), first.state.ledger) == (before[0], before[2])
-    assert torch.equal(first.state.snapshot, before[1])
 
 
 def test_parts_that_closed_without_us_stay_pending_with_their_progress(pair: tuple[Peer, Peer]) -> None:

@@ -160,8 +160,7 @@ class Group:
         for index, state in enumerate(states):
             state.decoded = network.rounds[index].decoded
         for each, state, result in zip(self.peers, states, results, strict=True):
-            new = state.next_base(each.outer, plan, result.average, result.parts)
-            state.commit(new, plan, result.parts, each.id.to_bytes())
+            state.commit(each.outer, plan, result.average, result.parts, each.id.to_bytes())
             each.mode.rebase(fragment, True)
         assert len({state.digest for state in states}) == 1
 

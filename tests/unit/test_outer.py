@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.outer import NO_HISTORY, AdamW, Nesterov, OuterOptimizer, base_digest, power
+from peers.outer import NO_HISTORY, PIECE_ELEMENTS, AdamW, Nesterov, OuterOptimizer, base_digest, power
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,3 +171,15 @@ def test_the_digest_of_a_view_is_that_of_its_copy() -> None:
     }
     assert base_digest(base=everything[3:9], **facts) == base_digest(base=everything[3:9].clone(), **facts)
     assert base_digest(base=everything[::2], **facts) == base_digest(base=everything[::2].clone(), **facts)
+
+
+@pytest.mark.parametrize(
+    "outer", [Nesterov(lr=0.7, momentum=0.8), AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)]
+)
+def test_a_step_in_place_gives_the_same_bits(outer: OuterOptimizer) -> None:
+    torch.manual_seed(0)
+    size = PIECE_ELEMENTS + 1001
+    base, state, average = torch.rand(size), torch.rand(outer.states, size), torch.rand(size)
+    new_base, new_state = outer.step(base, state, average, 3)
+    outer.step(base, state, average, 3, (base, state))
+    assert torch.equal(base, new_base) and torch.equal(state, new_state)
