@@ -1,7 +1,8 @@
 import pytest
 
 from dht_config.errors import UsageError
-from p2p_trainer.machines import MACHINES, MAX_PEERS, EmulatedPeer, parse_peers
+from p2p_trainer.machines import MACHINES
+from p2p_trainer.scene import MAX_PEERS, EmulatedPeer, parse_peers
 
 
 def speeds(text: str) -> list[float]:

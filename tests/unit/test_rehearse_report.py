@@ -14,8 +14,11 @@ from rich.console import Console
 from dht_config.errors import DirectoryError, ManifestError, P2PTrainerError, RehearsalError, UsageError
 from p2p_trainer import rehearse as rehearse_module
 from p2p_trainer.metrics import read_metrics
-from p2p_trainer.rehearse import ProgramCommands, RehearseOptions, rehearse
-from p2p_trainer.report import PeerRecord, RehearsedRun, Report, build_report, problems, verdict
+from p2p_trainer.rehearsal_view import print_report
+from p2p_trainer.rehearse import RehearseOptions, rehearse
+from p2p_trainer.rehearsed_peer import PeerRecord, PlayedLife
+from p2p_trainer.rehearsed_processes import ProgramCommands
+from p2p_trainer.report import RehearsedRun, Report, build_report, forecast, problems, verdict
 
 RUN = RehearsedRun(seconds=20.0, fragments=2, tick_seconds=1.5)  # a cycle of 3 s
 
@@ -280,7 +283,7 @@ def test_the_table_tells_everything_in_80_columns(names: list[str], scale: int, 
     ]
     path = tmp_path / "output.txt"
     with path.open("w") as output:
-        rehearse_module._print_report(Console(file=output, width=80), dataclasses.replace(report, peers=peers))
+        print_report(Console(file=output, width=80), dataclasses.replace(report, peers=peers))
     table = path.read_text().split("alone, swarm:")[0].splitlines()
     assert all(len(line) <= 80 for line in table) and "…" not in "".join(table)
     heading = next(line for line in table if "alone" in line)
@@ -350,10 +353,10 @@ class Pretenders:
         self.sockets = directory / "p2p-trainer-abc"
         self.invites: list[str] = []
 
-    def bootstrap(self, run: str, directory: Path, invite_file: Path) -> list[str]:
+    def bootstrap(self, run: str, directory: Path, invite_file: Path, host: str) -> list[str]:
         return self._command("bootstrap", directory, str(invite_file), "bootstrap")
 
-    def join(self, invite: str, directory: Path, samples_per_second: float) -> list[str]:
+    def join(self, invite: str, directory: Path, samples_per_second: float, host: str) -> list[str]:
         self.invites.append(invite)
         return self._command("join", directory, invite, f"at{samples_per_second:g}")
 
@@ -507,8 +510,9 @@ def test_a_directory_of_an_earlier_rehearsal_is_refused(tmp_path: Path) -> None:
 
 def test_the_commands_are_those_of_the_program() -> None:
     commands = ProgramCommands()
-    bootstrap = commands.bootstrap("digits", Path("/d/bootstrap"), Path("/d/invite.txt"))
-    join = commands.join("p2pt1x", Path("/d/peer-8"), 8.5)
+    bootstrap = commands.bootstrap("digits", Path("/d/bootstrap"), Path("/d/invite.txt"), "127.0.0.1")
+    join = commands.join("p2pt1x", Path("/d/peer-8"), 8.5, "198.18.0.2")
     assert bootstrap[:5] == [sys.executable, "-m", "p2p_trainer", "bootstrap", "digits"]
     assert join[:5] == [sys.executable, "-m", "p2p_trainer", "join", "p2pt1x"]
     assert join[join.index("--emulate") + 1] == "8.5"
+    assert [command[command.index("--host") + 1] for command in (bootstrap, join)] == ["127.0.0.1", "198.18.0.2"]
