@@ -15,8 +15,8 @@ from typing import Any
 from p2p_trainer.links import LinkSpec
 from p2p_trainer.rehearsed_peer import Account, Event, PeerRecord, counted_samples, number, of_kind
 
-ORDERLY_EXIT_CODES = (0, 130, 143, None)
-"""Done, interrupted, terminated, not known."""
+ORDERLY_EXIT_CODES = (0, 130, 143, -signal.SIGTERM, None)
+"""Done, interrupted, terminated (also before it could answer), not known."""
 GOOD_EFFICIENCY = 0.93
 """Below this a verdict asks where the work went. 80, 40, 20 and 8 samples/s on two cores reach it."""
 
@@ -208,8 +208,8 @@ def forecast(peer: PeerReport) -> str:
     happened = [
         *((at, "joined") for at in peer.joins if at > 0),
         *((at, "left") for at in peer.leaves),
-        *((at, "was killed") for at in peer.kills),
-        *((at, "froze") for at in peer.freezes),
+        *((at, "killed") for at in peer.kills),
+        *((at, "frozen") for at in peer.freezes),
     ]
     life = ", ".join(f"{what} after {at:.0f} s" for at, what in sorted(happened))
     who = f"{peer.name}{where}{f' ({life})' if life else ''}"

@@ -56,7 +56,7 @@ else:
 _HEADER = re.compile(r"\s*\[\[\s*peers\s*\]\]")
 _PLACE = re.compile(r"\s*\(at line (\d+), column (\d+)\)")
 
-Moment = Annotated[StrictInt | StrictFloat, Field(ge=0, le=MAX_SECONDS)]
+Moment = Annotated[StrictFloat, Field(ge=0, le=MAX_SECONDS)]
 
 
 class PeerTable(BaseModel):
@@ -64,7 +64,8 @@ class PeerTable(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    speed: StrictInt | StrictFloat | StrictStr
+    speed: Any
+    """As ``read_speed`` reads its text."""
     link: StrictStr | None = None
     count: StrictInt = Field(default=1, ge=1, le=MAX_PEERS)
     joins_at: Moment = 0
@@ -80,7 +81,7 @@ class SceneTable(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     peers: tuple[PeerTable, ...] = Field(min_length=1, max_length=MAX_PEERS)
-    minutes: StrictInt | StrictFloat = Field(default=DEFAULT_SECONDS / 60, gt=0, le=MAX_SECONDS / 60)
+    minutes: StrictFloat = Field(default=DEFAULT_SECONDS / 60, gt=0, le=MAX_SECONDS / 60)
     churn: StrictStr = "0%"
     seed: StrictInt = Field(default=0, ge=0)
     run: StrictStr = EXAMPLES[0]
