@@ -127,7 +127,7 @@ class Life:
                 return index, "it comes back before it was gone"
             if stay.until_seconds <= stay.from_seconds:
                 return index, f"it {'dies' if stay.killed else 'leaves'} before it joins"
-            if max(stay.from_seconds, stay.until_seconds if math.isfinite(stay.until_seconds) else 0) >= seconds > 0:
+            if (stay.until_seconds if math.isfinite(stay.until_seconds) else stay.from_seconds) >= seconds:
                 return index, f"the rehearsal is over after {seconds:g} s of training"
             now = stay.until_seconds
         thawed = 0.0
@@ -136,7 +136,7 @@ class Life:
                 return index, "it thaws before it freezes"
             if begin < thawed:
                 return index, "it is frozen then already: freezes overlap"
-            if not any(stay.from_seconds < begin and end <= stay.until_seconds for stay in self.stays):
+            if not any(stay.from_seconds <= begin and end <= stay.until_seconds for stay in self.stays):
                 return index, "it is not there then"
             if begin >= seconds:
                 return index, f"the rehearsal is over after {seconds:g} s of training"

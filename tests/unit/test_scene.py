@@ -128,6 +128,7 @@ def test_a_link_follows_the_colon() -> None:
         ("8!60@90-", Life(stays=(Stay(0.0, 60.0, killed=True), Stay(90.0)))),
         ("8@-60@90-120", Life(stays=(Stay(0.0, 60.0), Stay(90.0, 120.0)))),
         ("8~20-25~30-40", Life(frozen=((20.0, 25.0), (30.0, 40.0)))),
+        ("8~0-25", Life(frozen=((0.0, 25.0),))),
         ("8@10-~20-25!60", Life(stays=(Stay(10.0, 60.0, killed=True),), frozen=((20.0, 25.0),))),
     ],
 )
