@@ -15,6 +15,7 @@ from dht_config.errors import DirectoryError, ExitCode, InviteError, P2PTrainerE
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest
 from p2p_trainer.json_lines import JsonLines
+from p2p_trainer.scene import SceneError
 from p2p_trainer.settings import load_settings, parse_given_addresses
 
 MAX_WAIT_SECONDS = 10**7
@@ -208,11 +209,34 @@ def status(
 
 @app.command()
 def rehearse(
+    run: Annotated[
+        str | None,
+        typer.Argument(help="A run manifest, or an example: stdlib-text (if left out), digits.", show_default=False),
+    ] = None,
     peers: Annotated[
-        str, typer.Option(help="Emulated machines: samples per second or names (4090, 3060, laptop-cpu), `*N` repeats.")
-    ] = "80,40,20,8",
-    seconds: Annotated[float, typer.Option(help="How long to train once all peers have begun.")] = 90.0,
-    run: Annotated[str, typer.Option(help="A run manifest, or an example: stdlib-text, digits.")] = "stdlib-text",
+        str | None,
+        typer.Option(
+            help="Machines, each SPEED[:LINK][LIFE][*N]: samples per second, a name (4090, 3060-12G, laptop-cpu) or a "
+            "share (0.5x4090); a link such as 50M/40ms or 10M/2M/60ms/1% (down, up, round trip, loss); @30-90 is there "
+            "from 30 to 90 s, !60 is killed at 60 s, ~20-25 is frozen; *2 makes two. By default 80,40,20,8.",
+            show_default=False,
+        ),
+    ] = None,
+    scene: Annotated[
+        Path | None, typer.Option(help="A TOML file with the machines, instead of --peers.", show_default=False)
+    ] = None,
+    churn: Annotated[
+        str | None,
+        typer.Option(help="Share of the machines that leave or are killed, and come back: 20%.", show_default=False),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="How long to train once all peers have begun.", show_default="1.5")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="The same in seconds.", show_default="90")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Decides who goes away and when, and which packets are lost.")
+    ] = None,
+    run_option: Annotated[str | None, typer.Option("--run", help="The same as RUN.", show_default=False)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report into this file.")] = None,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Keep logs and state here; by default a directory that is removed.")
@@ -220,17 +244,34 @@ def rehearse(
     keep: Annotated[bool, typer.Option("--keep", help="Do not remove the directory.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Try a run on this computer: a bootstrap peer and unequal peers, real processes, real text.
+    """Try a run on this computer: a bootstrap peer and unequal peers on unequal lines, real processes, real text.
 
-    Prints what each peer achieved alone and in the swarm, and how much of it counted.
+    Prints what each peer achieved alone and in the swarm, how much of it counted, and what such a machine on such a
+    line is to the swarm.
     """
     _log_to_stderr(verbose)
     with _Reporting(as_json=False):
+        if minutes is not None and seconds is not None:
+            raise UsageError("--minutes and --seconds say the same.", "Give one of them.")
+        if run is not None and run_option is not None:
+            raise UsageError("RUN and --run say the same.", "Give one of them.")
+        if minutes is not None and not 0 < minutes <= MAX_WAIT_SECONDS:
+            raise UsageError(f"--minutes {minutes:g} cannot be used.", "Give a number of minutes above 0.")
         from p2p_trainer.rehearse import RehearseOptions
         from p2p_trainer.rehearse import rehearse as carry_out
 
         report = carry_out(
-            RehearseOptions(peers=peers, seconds=seconds, run=run, json_path=json_file, directory=directory, keep=keep)
+            RehearseOptions(
+                peers=peers,
+                scene_path=scene,
+                churn=churn,
+                seconds=60 * minutes if minutes is not None else seconds,
+                seed=seed,
+                run=run if run is not None else run_option,
+                json_path=json_file,
+                directory=directory,
+                keep=keep,
+            )
         )
         broken = not (report.digests_agree and all(peer.samples_add_up for peer in report.peers))
         if broken or report.leftover_processes:
@@ -317,7 +358,9 @@ class _Reporting:
         if isinstance(error, KeyboardInterrupt):
             raise typer.Exit(ExitCode.INTERRUPTED) from None
         if isinstance(error, P2PTrainerError):
-            self._fail(error.problem, error.remedy, error.exit_code)
+            self._fail(
+                error.problem, error.remedy, error.exit_code, error.excerpt if isinstance(error, SceneError) else ""
+            )
         if isinstance(error, MemoryError):
             self._fail("The machine's memory does not suffice.", "Close other programs.", ExitCode.LIMITS)
         logging.getLogger(__name__).debug("Unexpected failure", exc_info=error)
@@ -327,11 +370,13 @@ class _Reporting:
             ExitCode.UNEXPECTED,
         )
 
-    def _fail(self, problem: str, remedy: str, code: ExitCode) -> NoReturn:
+    def _fail(self, problem: str, remedy: str, code: ExitCode, excerpt: str = "") -> NoReturn:
         one_line = " ".join(f"{problem} {remedy}".split())
         if self._as_json:
             print(json.dumps({"error": problem, "remedy": remedy, "exit_code": int(code)}), flush=True)
         print(f"p2p-trainer: {one_line}", file=sys.stderr, flush=True)
+        if excerpt:
+            print(excerpt, file=sys.stderr, flush=True)
         raise typer.Exit(int(code)) from None
 
 

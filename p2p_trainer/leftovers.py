@@ -24,6 +24,7 @@ class Traces:
         self._processes: set[psutil.Process] = set()
         self._before = set(psutil.Process().children(recursive=True))
         self._socket_directories: set[Path] = set()
+        self._expected: set[Path] = set()
         self._recorded_at = float("-inf")
 
     def record(self, directory: Path, now: bool = False) -> None:
@@ -33,11 +34,14 @@ class Traces:
         self._recorded_at = time.monotonic()
         self._processes |= set(psutil.Process().children(recursive=True)) - self._before
         for note in directory.glob("*/sockets.path"):
-            with suppress(OSError, UnicodeDecodeError):
-                noted = Path(note.read_text().strip())
-                # The file is the peer's, but nothing else than a directory of that kind is ever removed.
-                if noted.is_absolute() and noted.name.startswith(_SOCKET_DIRECTORY_PREFIX):
-                    self._socket_directories.add(noted)
+            if (noted := _noted(note)) is not None:
+                self._socket_directories.add(noted)
+
+    def expect(self, peer_directory: Path) -> None:
+        """What a peer could not remove because it was killed on purpose is removed at the end, and is no leftover."""
+        if (noted := _noted(peer_directory / "sockets.path")) is not None:
+            self._socket_directories.add(noted)
+            self._expected.add(noted)
 
     def leftovers(self) -> list[str]:
         """What is still there, in words, after a moment for the kernel to end orphans."""
@@ -58,7 +62,18 @@ class Traces:
         processes = [
             f"process {process.pid} ({name})" for process in self._processes if (name := _name_if_alive(process))
         ]
-        return sorted(processes) + [f"sockets in {path}" for path in sorted(self._socket_directories) if path.exists()]
+        directories = sorted(self._socket_directories - self._expected)
+        return sorted(processes) + [f"sockets in {path}" for path in directories if path.exists()]
+
+
+def _noted(note: Path) -> Path | None:
+    """The socket directory that a peer wrote down in this file."""
+    with suppress(OSError, UnicodeDecodeError):
+        noted = Path(note.read_text().strip())
+        # The file is the peer's, but nothing else than a directory of that kind is ever removed.
+        if noted.is_absolute() and noted.name.startswith(_SOCKET_DIRECTORY_PREFIX):
+            return noted
+    return None
 
 
 def _name_if_alive(process: psutil.Process) -> str:

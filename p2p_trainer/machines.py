@@ -1,4 +1,4 @@
-"""Machines a rehearsal can pretend to have, and how a list of them is written.
+"""Machines a rehearsal can pretend to have.
 
 Only ratios matter: an emulated machine is slowed down to a number of samples a second, and the fastest one here is
 given what a small CPU still does with the shipped example. Peak FP32 says nothing about memory, links or how well a
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from dataclasses import dataclass
-
-from dht_config.errors import UsageError
 
 FASTEST_SAMPLES_PER_SECOND = 80.0
 """What the machine of FASTEST_TFLOPS is emulated with."""
 FASTEST_TFLOPS = 82.6
-MAX_PEERS = 64
 MAX_SAMPLES_PER_SECOND = 1e6
+
+_CARD = re.compile(r"[1-9]0[5-9]0", re.ASCII)
+"""A number that people mean as a card."""
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)x(.*)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class Machine:
 
 _ADA = "NVIDIA Ada GPU Architecture white paper, table of GeForce specifications"
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture white paper v2, table of GeForce specifications"
+_RTX_3060 = Machine(tflops=12.7, source="NVIDIA product page: 3584 CUDA cores x 2 x 1.777 GHz")
 
 MACHINES: dict[str, Machine] = {
     "4090": Machine(tflops=82.6, source=_ADA),
@@ -44,71 +47,41 @@ MACHINES: dict[str, Machine] = {
     "3090": Machine(tflops=35.6, source=_AMPERE),
     "3080": Machine(tflops=29.8, source=_AMPERE),
     "3070": Machine(tflops=20.3, source=_AMPERE),
-    "3060": Machine(tflops=12.7, source="NVIDIA product page: 3584 CUDA cores x 2 x 1.777 GHz"),
+    "3060": _RTX_3060,
+    "3060-12g": _RTX_3060,
     "t4": Machine(tflops=8.1, source="NVIDIA T4 data sheet"),
     "laptop-cpu": Machine(tflops=0.36, source="Intel ARK, Core i7-1165G7: 4 cores x 2.8 GHz x 32 (two 256-bit FMA)"),
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatedPeer:
-    """One peer of a rehearsal; its name is unique among them and safe in a file name."""
+def read_speed(text: str) -> tuple[str, float]:
+    """Read a speed: samples a second, a machine's name, or a share of a machine such as ``0.5x4090``.
 
-    name: str
-    samples_per_second: float
+    A name wins over a number: 3090 is the card; write 3090.0 for the number.
 
-
-def parse_peers(text: str) -> tuple[EmulatedPeer, ...]:
-    """Read a list such as ``80,40,20,8`` or ``4090,3060*2,8``.
-
-    Each piece is a number of samples a second or the name of a machine, and may end in ``*N`` for N such peers. A
-    name wins over a number: 3090 is the card; write 3090.0 for the number.
-
-    Raises: UsageError naming the piece that is wrong.
+    Returns: what to call such a peer, safe in a file name, and its samples per second.
+    Raises: ValueError saying what is wrong, for a person.
     """
-    peers: list[EmulatedPeer] = []
-    of_a_kind: dict[str, int] = {}
-    for piece in text.split(","):
-        label, samples_per_second, count = _parse_piece(piece.strip(), text)
-        if len(peers) + count > MAX_PEERS:
-            raise UsageError(
-                problem=f"--peers {text!r}: {piece.strip()!r} makes more than {MAX_PEERS} peers.",
-                remedy="Rehearse with fewer: they all share this machine.",
-            )
-        for _ in range(count):
-            number = of_a_kind[label] = of_a_kind.get(label, 0) + 1
-            name = label if number == 1 else f"{label}-{number}"
-            peers.append(EmulatedPeer(name=name, samples_per_second=samples_per_second))
-    return tuple(peers)
-
-
-def _parse_piece(piece: str, text: str) -> tuple[str, float, int]:
-    speed, star, times = (part.strip() for part in piece.partition("*"))
-    count = 1
-    if star:
-        # Not `int` alone: it takes "1_0", "+2" and other scripts' digits.
-        if not (times.isascii() and times.isdigit() and 1 <= len(times) <= 3 and int(times) >= 1):
-            raise _wrong(piece, text, "what follows the * must be a whole number of peers, 1 or more")
-        count = int(times)
-    name = speed.lower().removeprefix("rtx").lstrip("-_ ")
+    name = _plain_name(text)
     if name in MACHINES:
-        return name, MACHINES[name].samples_per_second, count
+        return name, MACHINES[name].samples_per_second
+    if (match := _SHARE.fullmatch(text.strip().lower())) and (machine := _plain_name(match[2])) in MACHINES:
+        share = float(match[1])
+        if not 0 < share <= 1:
+            raise ValueError(f"a share of a machine is above 0 and at most 1; two of them are {machine}*2")
+        return f"{share:g}x{machine}", share * MACHINES[machine].samples_per_second
+    if _CARD.fullmatch(name):
+        raise ValueError(f"no machine known here; if you mean samples a second, write {name}.0")
     try:
-        samples_per_second = float(speed)
+        samples_per_second = float(text)
     except ValueError:
         close = difflib.get_close_matches(name, MACHINES, n=1)
-        raise _wrong(
-            piece,
-            text,
-            f"not a number and no machine known here{f' (did you mean {close[0]}?)' if close else ''}",
-        ) from None
+        guess = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(f"not a number and no machine known here{guess}") from None
     if not (math.isfinite(samples_per_second) and 0 < samples_per_second <= MAX_SAMPLES_PER_SECOND):
-        raise _wrong(piece, text, f"samples a second must be above 0 and at most {MAX_SAMPLES_PER_SECOND:g}")
-    return f"{samples_per_second:g}", samples_per_second, count
+        raise ValueError(f"samples a second must be above 0 and at most {MAX_SAMPLES_PER_SECOND:g}")
+    return f"{samples_per_second:g}", samples_per_second
 
 
-def _wrong(piece: str, text: str, complaint: str) -> UsageError:
-    return UsageError(
-        problem=f"--peers {text!r}: {piece!r} is wrong: {complaint}.",
-        remedy=f"Write samples a second or machines ({', '.join(MACHINES)}), such as 80,40,20,8 or 4090,3060*2.",
-    )
+def _plain_name(text: str) -> str:
+    return text.strip().lower().removeprefix("rtx").lstrip("-_ ")

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import signal
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dht_config.errors import RehearsalError
+from p2p_trainer.links import LinkSpec
+from p2p_trainer.rehearsed_peer import Account, Event, PeerRecord, counted_samples, number, of_kind
 
-ORDERLY_EXIT_CODES = (0, 130, 143, None)
-"""Done, interrupted, terminated, not known."""
+ORDERLY_EXIT_CODES = (0, 130, 143, -signal.SIGTERM, None)
+"""Done, interrupted, terminated (also before it could answer), not known."""
 GOOD_EFFICIENCY = 0.93
 """Below this a verdict asks where the work went. 80, 40, 20 and 8 samples/s on two cores reach it."""
-
-Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,7 @@ class RehearsedRun:
     """What was rehearsed, for how long."""
 
     seconds: float
-    """How long the peers were left to train after the last of them had begun."""
+    """How long the peers were left to train once all that were there from the beginning had begun."""
     fragments: int
     tick_seconds: float
 
@@ -39,22 +37,12 @@ class RehearsedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerRecord:
-    """One peer's metrics, oldest event first, and how its process ended."""
-
-    name: str
-    events: Sequence[Event]
-    exit_code: int | None = None
-    """Negative for a signal; None if it is not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerReport:
-    """What one peer did. Its window runs from its first training moment to its last."""
+    """What one peer did, all its starts together. Its window is the time it trained, without what it was frozen for."""
 
     name: str
     solo_samples_per_second: float
-    """Measured before joining."""
+    """Measured before it joined for the first time."""
     swarm_samples_per_second: float
     """Processed samples over the window."""
     processed_samples: int
@@ -77,6 +65,26 @@ class PeerReport:
     """Credited + pending + dropped = processed, exactly, by its own integer accounts and by the numbers here."""
     window_seconds: float
     exit_code: int | None
+    killed: bool
+    """It ended because the rehearsal meant to kill it: by its last account, since it said no goodbye."""
+    lost_samples: float
+    """Processed before a kill and, after it, in no base and in nobody's account."""
+    link: str
+    """Its line, such as ``10M/60ms``; empty: loopback."""
+    joins: list[float]
+    """Its starts, in seconds after training began, as the three below; 0: it was there from the beginning."""
+    leaves: list[float]
+    kills: list[float]
+    freezes: list[float]
+    bytes_sent_per_hour: float
+    """In rounds, per hour of its window; what newcomers fetch is not in it."""
+    bytes_received_per_hour: float
+
+    @property
+    def participation(self) -> float:
+        """The part, 0 to 1, of the rounds there were for it that it committed."""
+        rounds = self.rounds_committed + self.rounds_carried + self.rounds_skipped
+        return self.rounds_committed / rounds if rounds else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +96,7 @@ class Report:
     fragments: int
     tick_seconds: float
     efficiency: float
-    """Samples credited, or pending for less than one cycle, per second, over the sum of solo samples/s."""
+    """Samples credited, or pending for less than one cycle, over what the peers do alone in their windows."""
     credited_efficiency: float
     """The same with credited samples alone."""
     digests_agree: bool
@@ -118,22 +126,23 @@ def build_report(
     """Compute the report.
 
     :param others: peers that serve and do not train, such as the bootstrap: only their digests are looked at.
-    Raises: RehearsalError for a peer that never measured its speed or never trained.
+    Raises: RehearsalError for a peer that never measured its speed or never trained although it was there all the time.
     """
-    accounts = [_Account.of(peer) for peer in peers]
+    accounts = [Account.of(peer) for peer in peers]
     credited = sum(account.credited for account in accounts)
     reports = [_peer_report(account, credited) for account in accounts]
-    solo = sum(account.solo for account in accounts)
-    counted = sum(_counted_samples(account, run.cycle_seconds) / account.window_seconds for account in accounts)
+    # Per account, not of the rates: a peer that was there for half of the time counts half.
+    alone = sum(stay.solo * stay.window_seconds for account in accounts for stay in account.stays)
+    counted = sum(counted_samples(account, run.cycle_seconds) for account in accounts)
     seen, conflicts = _compare_digests([*peers, *others])
-    began = min(account.training_started for account in accounts)
+    began = min((stay.started for account in accounts for stay in account.stays), default=0.0)
     return Report(
         run_id=next((str(event["run_id"]) for peer in peers for event in peer.events if event.get("run_id")), ""),
         seconds=run.seconds,
         fragments=run.fragments,
         tick_seconds=run.tick_seconds,
-        efficiency=counted / solo,
-        credited_efficiency=sum(account.credited / account.window_seconds for account in accounts) / solo,
+        efficiency=counted / alone if alone else 0.0,
+        credited_efficiency=credited / alone if alone else 0.0,
         digests_agree=bool(seen) and not conflicts,
         digests_compared=sum(1 for holders in seen.values() if holders >= 2),
         digest_conflicts=conflicts,
@@ -164,7 +173,7 @@ def problems(report: Report) -> list[str]:
     found.extend(
         f"peer {peer.name} {_ending(peer.exit_code)}"
         for peer in report.peers
-        if peer.exit_code not in ORDERLY_EXIT_CODES
+        if peer.exit_code not in ORDERLY_EXIT_CODES and not peer.killed
     )
     if report.efficiency < GOOD_EFFICIENCY:
         found.append(
@@ -193,86 +202,58 @@ def verdict(report: Report) -> str:
     )
 
 
+def forecast(peer: PeerReport) -> str:
+    """What such a machine on such a line is to a swarm like this, in one plain sentence."""
+    where = f" on {_line_in_words(peer.link)}" if peer.link else ""
+    happened = [
+        *((at, "joined") for at in peer.joins if at > 0),
+        *((at, "left") for at in peer.leaves),
+        *((at, "killed") for at in peer.kills),
+        *((at, "frozen") for at in peer.freezes),
+    ]
+    life = ", ".join(f"{what} after {at:.0f} s" for at, what in sorted(happened))
+    who = f"{peer.name}{where}{f' ({life})' if life else ''}"
+    if not peer.rounds_committed:
+        return f"{who} took part in no round."
+    return (
+        f"{who} took part in {100 * peer.participation:.0f} % of its rounds and contributed {100 * peer.share:.0f} %; "
+        f"they took {_megabytes(peer.bytes_sent_per_hour)} up and {_megabytes(peer.bytes_received_per_hour)} down an "
+        "hour."
+    )
+
+
+def _line_in_words(link: str) -> str:
+    spec = LinkSpec.parse(link)
+    down, up = spec.down_bits_per_second, spec.up_bits_per_second
+    if not math.isfinite(min(down, up)):
+        return link
+    return f"{_rate(down)}" if down == up else f"{_rate(down)} down and {_rate(up)} up"
+
+
+def _rate(bits_per_second: float) -> str:
+    return f"{bits_per_second / 1e6:g} Mbit/s" if bits_per_second >= 1e6 else f"{bits_per_second / 1e3:g} kbit/s"
+
+
+def _megabytes(size_bytes: float) -> str:
+    return f"{size_bytes / 1e6:.0f} MB" if size_bytes >= 10e6 else f"{size_bytes / 1e6:.1f} MB"
+
+
 def _ending(exit_code: int | None) -> str:
     if exit_code == -signal.SIGKILL:
         return "did not leave in time and was killed"
     return f"left with exit code {exit_code}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Account:
-    """A peer's totals, from its goodbye, or from its last account if it ended without one."""
-
-    peer: PeerRecord
-    solo: float
-    training_started: float
-    training_ended: float
-    processed: int
-    credited: float
-    pending: float
-    dropped: float
-    inner_steps: int
-    exact: bool
-    pending_by_fragment: tuple[tuple[float, float], ...]
-    """(parameters, pending samples); one entry of weight 1 if fragments are not known."""
-
-    @property
-    def window_seconds(self) -> float:
-        return self.training_ended - self.training_started
-
-    @classmethod
-    def of(cls, peer: PeerRecord) -> _Account:
-        solo = [
-            speed
-            for event in _of_kind(peer.events, "throughput")
-            if event.get("phase") == "solo" and (speed := _number(event, "samples_per_second"))
-        ]
-        started = [at for event in _of_kind(peer.events, "training_started") if (at := _number(event, "time"))]
-        if not solo or not started:
-            raise RehearsalError(
-                problem=f"Peer {peer.name} {'never trained' if solo else 'measured no throughput'}.",
-                remedy="Look at its log.",
-            )
-        leave = next(iter(_of_kind(reversed(peer.events), "leave")), None)
-        last = leave or next(iter(_of_kind(reversed(peer.events), "account")), {})
-        ended = _number(last, "training_ended")
-        if ended is None:
-            ended = max(_number(event, "time") or 0.0 for event in peer.events)
-        credited = _number(last, "credited_samples") or 0.0
-        pending = _number(last, "pending_samples") or 0.0
-        dropped = _number(last, "dropped_samples") or 0.0
-        processed = int(_number(last, "processed_samples") or 0)
-        by_fragment = tuple(
-            (_number(fragment, "parameters") or 0.0, _number(fragment, "pending_samples") or 0.0)
-            for fragment in last.get("fragments") or ()
-        )
-        return cls(
-            peer=peer,
-            solo=solo[0],
-            training_started=started[0],
-            # Above zero, so that a peer that trained for no time at all is a rate of 0, not an error.
-            training_ended=max(ended, started[0] + 1e-6),
-            processed=processed,
-            credited=credited,
-            pending=pending,
-            dropped=dropped,
-            inner_steps=int(_number(last, "inner_steps") or 0),
-            # The peer's own verdict is over integers; sums of means over fragments are rounded.
-            exact=leave is not None
-            and leave.get("exact") is True
-            and math.isclose(credited + pending + dropped, processed, rel_tol=1e-9, abs_tol=1e-9),
-            pending_by_fragment=by_fragment or ((1.0, pending),),
-        )
-
-
-def _peer_report(account: _Account, credited_by_all: float) -> PeerReport:
+def _peer_report(account: Account, credited_by_all: float) -> PeerReport:
     events = account.peer.events
-    outcomes = [event.get("outcome") for event in _of_kind(events, "round")]
-    losses = [loss for event in _of_kind(events, "train") if (loss := _number(event, "loss")) is not None]
+    outcomes = [event.get("outcome") for event in of_kind(events, "round")]
+    losses = [loss for event in of_kind(events, "train") if (loss := number(event, "loss")) is not None]
+    life = account.peer.life
+    trained = sum(stay.processed - stay.processed_before for stay in account.stays)
     return PeerReport(
         name=account.peer.name,
         solo_samples_per_second=account.solo,
-        swarm_samples_per_second=account.processed / account.window_seconds,
+        swarm_samples_per_second=trained / account.window_seconds if account.stays else 0.0,
         processed_samples=account.processed,
         credited_samples=account.credited,
         pending_samples=account.pending,
@@ -288,47 +269,21 @@ def _peer_report(account: _Account, credited_by_all: float) -> PeerReport:
         samples_add_up=account.exact,
         window_seconds=account.window_seconds,
         exit_code=account.peer.exit_code,
+        killed=account.peer.killed,
+        lost_samples=account.lost,
+        link=account.peer.link,
+        joins=life.joins,
+        leaves=life.leaves,
+        kills=life.kills,
+        freezes=life.freezes,
+        bytes_sent_per_hour=_per_hour(account, "bytes_sent"),
+        bytes_received_per_hour=_per_hour(account, "bytes_received"),
     )
 
 
-def _counted_samples(account: _Account, cycle_seconds: float) -> float:
-    """Credited samples, and those pending for less than a cycle when training ended.
-
-    A fragment's samples wait for its next round, one cycle at most: that is no loss, but it would be one to count
-    more than a cycle's worth.
-    """
-    points = _progress(account)
-    recent = _processed_at(points, account.training_ended) - _processed_at(
-        points, account.training_ended - cycle_seconds
-    )
-    parameters = sum(weight for weight, _ in account.pending_by_fragment)
-    if not parameters:
-        return account.credited
-    waiting = sum(weight * min(pending, recent) for weight, pending in account.pending_by_fragment)
-    return account.credited + waiting / parameters
-
-
-def _progress(account: _Account) -> list[tuple[float, float]]:
-    """(unix s, samples processed so far), rising in both."""
-    joined = next(iter(_of_kind(account.peer.events, "join")), {})
-    points = [(account.training_started, _number(joined, "processed_samples") or 0.0)]
-    for kind, field in (("train", "samples"), ("account", "processed_samples")):
-        for event in _of_kind(account.peer.events, kind):
-            at, samples = _number(event, "time"), _number(event, field)
-            if at is not None and samples is not None and at < account.training_ended:
-                points.append((at, samples))
-    return [*sorted(points), (account.training_ended, float(account.processed))]
-
-
-def _processed_at(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Samples processed by a moment: a line between the two points around it, level outside of them."""
-    after = bisect_right(points, at, key=lambda point: point[0])
-    if after == 0:
-        return points[0][1]
-    if after == len(points):
-        return points[-1][1]
-    (early, low), (late, high) = points[after - 1], points[after]
-    return low + (high - low) * (at - early) / (late - early)
+def _per_hour(account: Account, key: str) -> float:
+    total = sum(number(event, key) or 0.0 for event in of_kind(account.peer.events, "round"))
+    return 3600 * total / account.window_seconds if account.stays else 0.0
 
 
 def _compare_digests(peers: Sequence[PeerRecord]) -> tuple[dict[str, int], list[str]]:
@@ -364,10 +319,10 @@ def _digests(events: Sequence[Event]) -> list[tuple[str, str]]:
 
 
 def _seconds_to_first_credit(events: Sequence[Event]) -> float | None:
-    joined = next(iter(_of_kind(events, "join")), {}).get("time")
-    for event in _of_kind(events, "round"):
-        if event.get("outcome") == "committed" and (_number(event, "weight") or 0.0) > 0:
-            at = _number(event, "time")
+    joined = next(iter(of_kind(events, "join")), {}).get("time")
+    for event in of_kind(events, "round"):
+        if event.get("outcome") == "committed" and (number(event, "weight") or 0.0) > 0:
+            at = number(event, "time")
             return None if at is None or joined is None else at - float(joined)
     return None
 
@@ -377,18 +332,6 @@ def _held_out_loss(peers: Sequence[PeerRecord], began: float) -> list[tuple[floa
     return sorted(
         (max(0.0, at - began), loss)
         for peer in peers
-        for event in _of_kind(peer.events, "eval")
-        if (at := _number(event, "time")) is not None and (loss := _number(event, "loss")) is not None
+        for event in of_kind(peer.events, "eval")
+        if (at := number(event, "time")) is not None and (loss := number(event, "loss")) is not None
     )
-
-
-def _of_kind(events: Iterable[Event], kind: str) -> Iterable[Event]:
-    return (event for event in events if event.get("event") == kind)
-
-
-def _number(event: Event, key: str) -> float | None:
-    """A field that is a finite number; NaN is written as null."""
-    value = event.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)

@@ -53,7 +53,8 @@ COMMANDS = {
     "bootstrap": COMMON | SHOWN | {"target"},
     "example": {"name"},
     "status": {"target", "--peer", "--wait-seconds", "--json", "--verbose", "-v"},
-    "rehearse": {"--peers", "--seconds", "--run", "--json", "--dir", "--keep", "--verbose", "-v"},
+    "rehearse": {"--peers", "--seconds", "--run", "--json", "--dir", "--keep", "--verbose", "-v"}
+    | {"run", "--scene", "--churn", "--minutes", "--seed"},
 }
 """A promise to people's scripts: adding is free, removing or renaming is not."""
 
@@ -251,8 +252,9 @@ def test_a_flag_that_cannot_be_used(flags: list[str], code: ExitCode, says: str)
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["rehearse", "--peers", "80,x"],
         ["rehearse", "--seconds", "0"],
+        ["rehearse", "--minutes", "0"],
+        ["rehearse", "--minutes", "nan"],
         ["rehearse", "--seconds", "nan"],
         ["status", INVITE, "--wait-seconds", "-1"],
         ["status", INVITE, "--wait-seconds", "nan"],
@@ -262,6 +264,42 @@ def test_a_flag_that_cannot_be_used(flags: list[str], code: ExitCode, says: str)
 )
 def test_an_option_that_cannot_be_used_is_wrong_usage_whatever_the_command(arguments: list[str]) -> None:
     fails(arguments, ExitCode.USAGE, arguments[-2], arguments[-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "excerpt"),
+    [
+        (["--peers", "80,x"], "'x'", "80,x\n   ^\n"),
+        (["--peers", "80,8:1k/20ms"], "packet", "80,8:1k/20ms\n     ^^\n"),
+        (["--churn", "120%"], "over 100%", "120%\n^^^^\n"),
+    ],
+)
+def test_a_scene_that_cannot_be_played_is_underlined(arguments: list[str], says: str, excerpt: str) -> None:
+    result = CliRunner().invoke(app, ["rehearse", *arguments])
+    assert result.exit_code == int(ExitCode.USAGE)
+    line, _, rest = result.stderr.partition("\n")
+    assert line.startswith("p2p-trainer: --") and says in line
+    assert rest == excerpt
+
+
+def test_a_scene_file_with_a_mistake_is_underlined() -> None:
+    Path("scene.toml").write_text("[[peers]]\nspeed = 8\njoins_at = 30\nkilled_at = 20  # seconds\n")
+    result = CliRunner().invoke(app, ["rehearse", "--scene", "scene.toml"])
+    assert result.exit_code == int(ExitCode.USAGE)
+    assert "scene.toml, line 4" in result.stderr
+    assert result.stderr.endswith("\nkilled_at = 20  # seconds\n            ^^\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["rehearse", "--minutes", "1", "--seconds", "60"],
+        ["rehearse", "digits", "--run", "stdlib-text"],
+        ["rehearse", "--peers", "80", "--scene", "scene.toml"],
+    ],
+)
+def test_two_options_that_say_the_same_are_refused(arguments: list[str]) -> None:
+    fails(arguments, ExitCode.USAGE, "Give one of them")
 
 
 def test_status_of_an_invite_with_nobody_behind_it_names_the_address() -> None:

@@ -13,9 +13,13 @@ from rich.console import Console
 
 from dht_config.errors import DirectoryError, ManifestError, P2PTrainerError, RehearsalError, UsageError
 from p2p_trainer import rehearse as rehearse_module
+from p2p_trainer.links import Availability
 from p2p_trainer.metrics import read_metrics
-from p2p_trainer.rehearse import ProgramCommands, RehearseOptions, rehearse
-from p2p_trainer.report import PeerRecord, RehearsedRun, Report, build_report, problems, verdict
+from p2p_trainer.rehearsal_view import print_report
+from p2p_trainer.rehearse import RehearseOptions, rehearse
+from p2p_trainer.rehearsed_peer import PeerRecord, PlayedLife
+from p2p_trainer.rehearsed_processes import ProgramCommands
+from p2p_trainer.report import RehearsedRun, Report, build_report, forecast, problems, verdict
 
 RUN = RehearsedRun(seconds=20.0, fragments=2, tick_seconds=1.5)  # a cycle of 3 s
 
@@ -280,7 +284,7 @@ def test_the_table_tells_everything_in_80_columns(names: list[str], scale: int, 
     ]
     path = tmp_path / "output.txt"
     with path.open("w") as output:
-        rehearse_module._print_report(Console(file=output, width=80), dataclasses.replace(report, peers=peers))
+        print_report(Console(file=output, width=80), dataclasses.replace(report, peers=peers))
     table = path.read_text().split("alone, swarm:")[0].splitlines()
     assert all(len(line) <= 80 for line in table) and "…" not in "".join(table)
     heading = next(line for line in table if "alone" in line)
@@ -291,6 +295,128 @@ def test_the_table_tells_everything_in_80_columns(names: list[str], scale: int, 
         assert any(f" {peer.processed_samples} " in line for line in rows)
 
 
+# --- lives: peers that come, go, are killed and frozen
+
+
+def killed_peer() -> list[dict[str, Any]]:
+    """60 samples/s alone; killed at 16.8 s, 1.8 s after its last account of 250 samples, 200 of them credited."""
+    return [
+        *fast_peer()[:6],
+        event(15.0, "account", processed_samples=250, credited_samples=200.0, pending_samples=50.0, exact=True),
+        event(16.0, "train", samples=310, steps=35, loss=4.0),
+    ]
+
+
+def life(**played: Any) -> PlayedLife:
+    return PlayedLife(**{"joins": [0.0], **played})
+
+
+def one_report(events: Sequence[dict[str, Any]], played: PlayedLife, **more: Any) -> Report:
+    return build_report(RUN, [PeerRecord(name="8", events=events, life=played, **more)])
+
+
+def test_a_peer_that_was_meant_to_be_killed_counts_by_its_last_account() -> None:
+    report = one_report(killed_peer(), life(kills=[6.8]), exit_code=-signal.SIGKILL, killed=True)
+    (peer,) = report.peers
+    assert (peer.window_seconds, peer.processed_samples, peer.credited_samples) == (5.0, 250, 200.0)
+    assert report.efficiency == pytest.approx(250 / (5 * 60))
+    assert peer.lost_samples == 110  # seen 310, in a base 200
+    assert peer.samples_add_up and peer.killed and peer.kills == [6.8]
+    assert not any("killed" in one or "add up" in one for one in problems(report))
+    # The same end, but nobody meant it.
+    report = one_report(killed_peer(), life(), exit_code=-signal.SIGKILL)
+    assert not report.peers[0].samples_add_up
+    assert any("was killed" in one for one in problems(report))
+
+
+def test_the_starts_of_one_peer_are_one_row() -> None:
+    again = [
+        event(30.0, "join", run_id="words-0123", processed_samples=220, restart=1),
+        event(30.5, "throughput", phase="solo", samples_per_second=40.0),
+        event(31.0, "training_started", processed_samples=220),
+        event(33.0, "round", fragment=0, version=5, digest="ee", outcome="committed", weight=80, bytes_sent=1000),
+        event(
+            41.0,
+            "leave",
+            training_ended=41.0,
+            processed_samples=620,
+            inner_steps=70,
+            credited_samples=600.0,
+            pending_samples=20.0,
+            dropped_samples=0.0,
+            exact=True,
+        ),
+    ]
+    report = one_report([*killed_peer(), *again], life(joins=[0.0, 20.0], kills=[6.8]), exit_code=0)
+    (peer,) = report.peers
+    assert (peer.processed_samples, peer.credited_samples, peer.solo_samples_per_second) == (620, 600.0, 60.0)
+    assert peer.window_seconds == 5.0 + 10.0
+    assert peer.swarm_samples_per_second == pytest.approx((250 + 400) / 15)
+    assert peer.lost_samples == 90  # seen 310 before the kill, 220 after it
+    assert peer.rounds_committed == 2
+    assert peer.bytes_sent_per_hour == pytest.approx(1000 * 3600 / 15)
+    assert report.efficiency == pytest.approx((600 + 20) / (5 * 60 + 10 * 40))
+    assert peer.samples_add_up and not peer.killed and (peer.joins, peer.kills) == ([0.0, 20.0], [6.8])
+
+
+def test_a_peer_weighs_in_the_efficiency_for_as_long_as_it_was_there() -> None:
+    short = [{**one, "time": one["time"] - 7.5} for one in slow_peer()]
+    short[2] = {**short[2], "time": 11.0}
+    short[-1] = {**short[-1], "training_ended": 13.5}
+    report = build_report(RUN, [PeerRecord(name="f", events=fast_peer()), PeerRecord(name="s", events=short)])
+    assert report.credited_efficiency == pytest.approx((400 + 190) / (10 * 60 + 2.5 * 20))
+
+
+def test_the_time_a_peer_is_frozen_is_in_no_window() -> None:
+    report = one_report(fast_peer(), life(freezes=[2.0], frozen_at=[(8.0, 11.0), (14.0, 15.0)]))
+    assert report.peers[0].window_seconds == 10 - 1 - 1
+    assert report.peers[0].freezes == [2.0]
+
+
+@pytest.mark.parametrize("there", [0, 1, 2])
+def test_a_peer_that_came_too_late_to_train_is_told_and_no_failure(there: int) -> None:
+    late = PeerRecord(name="late", events=fast_peer()[:there], life=life(joins=[19.0]))
+    report = build_report(RUN, [PeerRecord(name="8", events=fast_peer()), late])
+    assert report.efficiency == report_of(fast_peer()).efficiency
+    peer = report.peers[1]
+    assert (peer.processed_samples, peer.window_seconds, peer.samples_add_up) == (0, 0.0, True)
+    assert "peer late took part in no round" in problems(report)
+    assert forecast(peer).endswith("took part in no round.")
+
+
+def test_a_start_that_left_before_it_trained_changes_nothing() -> None:
+    again = [
+        event(22.0, "join", run_id="words-0123", processed_samples=540),
+        event(22.5, "throughput", phase="solo", samples_per_second=60.0),
+        event(23.0, "leave", reason="terminated"),
+    ]
+    before, after = (one_report(events, life()) for events in (fast_peer(), [*fast_peer(), *again]))
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("link", "where"),
+    [
+        ("", "8 took"),
+        ("10M/60ms", "8 on 10 Mbit/s took"),
+        ("10M/500k/60ms", "8 on 10 Mbit/s down and 500 kbit/s up took"),
+        ("40ms", "8 on 40ms took"),
+    ],
+)
+def test_the_forecast_says_what_such_a_machine_is_to_the_swarm(link: str, where: str) -> None:
+    events = [{**one, "bytes_sent": 20_000, "bytes_received": 50_000} for one in fast_peer()]
+    (peer,) = one_report(events, life(), link=link).peers
+    assert forecast(peer) == (
+        f"{where} part in 67 % of its rounds and contributed 100 %; they took 22 MB up and 54 MB down an hour."
+    )
+
+
+def test_the_forecast_tells_a_life() -> None:
+    played = life(joins=[0.0, 40.2], kills=[30.0], freezes=[50.0])
+    (peer,) = one_report(fast_peer(), played).peers
+    assert forecast(peer).startswith("8 (killed after 30 s, joined after 40 s, frozen after 50 s) took part")
+
+
 # --- processes: peers that pretend, in place of the program
 
 PRETENDER = """
@@ -298,7 +424,7 @@ import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
 role, directory, argument, behaviour = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
-directory.mkdir()
+directory.mkdir(exist_ok=True)
 metrics = (directory / "metrics.jsonl").open("a")
 
 
@@ -335,6 +461,7 @@ else:
     tell("training_started", processed_samples=0)
     tell("train", samples=8, steps=1, loss=5.0)
     tell("round", fragment=0, version=1, digest="aa", outcome="committed", weight=8)
+    tell("account", processed_samples=8, credited_samples=8.0, pending_samples=0.0, dropped_samples=0.0, exact=True)
 while True:
     signal.pause()
 """
@@ -350,10 +477,10 @@ class Pretenders:
         self.sockets = directory / "p2p-trainer-abc"
         self.invites: list[str] = []
 
-    def bootstrap(self, run: str, directory: Path, invite_file: Path) -> list[str]:
+    def bootstrap(self, run: str, directory: Path, invite_file: Path, host: str) -> list[str]:
         return self._command("bootstrap", directory, str(invite_file), "bootstrap")
 
-    def join(self, invite: str, directory: Path, samples_per_second: float) -> list[str]:
+    def join(self, invite: str, directory: Path, samples_per_second: float, host: str) -> list[str]:
         self.invites.append(invite)
         return self._command("join", directory, invite, f"at{samples_per_second:g}")
 
@@ -409,6 +536,48 @@ def test_a_temporary_directory_is_removed_only_if_all_went_well(
     monkeypatch.setattr(rehearse_module, "problems", lambda report: ["something"])
     rehearse(options(tmp_path, directory=None), console=console, commands=Pretenders(tmp_path))
     assert len(list(tmp_path.glob("rehearsal-*"))) == 2
+
+
+def test_peers_come_go_and_are_killed_as_the_scene_says(tmp_path: Path) -> None:
+    console, _ = quiet_console(tmp_path)
+    before = children()
+    peers = "80!0.1@0.5-,40@-0.2,20@0.2-,10~0.2-0.6,8!0.3"
+    pretenders = Pretenders(tmp_path, at8="littering")
+    report = rehearse(options(tmp_path, peers=peers, seconds=1.5), console=console, commands=pretenders)
+    assert children() == before
+    back, left, late, frozen, killed = report.peers
+    assert [len(peer.joins) for peer in report.peers] == [2, 1, 1, 1, 1]
+    assert [len(peer.kills) for peer in report.peers] == [1, 0, 0, 0, 1]
+    assert (len(left.leaves), len(frozen.freezes), late.joins[0] >= 0.2) == (1, 1, True)
+    assert back.joins[0] == 0.0 and back.joins[1] >= 0.5
+    assert [peer.killed for peer in report.peers] == [False, False, False, False, True]
+    assert (left.exit_code, frozen.exit_code, killed.exit_code) == (0, 0, -signal.SIGKILL)
+    assert (killed.processed_samples, killed.samples_add_up) == (8, True)
+    assert not any("exit code" in one or "was killed" in one for one in problems(report))
+    # It was killed on purpose, so its sockets are no leftover; what outlived it is.
+    assert [one.split()[-1] for one in report.leftovers] in ([], ["(sleep)"])
+    assert not pretenders.sockets.exists()
+
+
+def test_a_peer_that_does_not_leave_when_its_time_has_come_is_killed_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearse_module, "END_SECONDS", 0.2)
+    console, _ = quiet_console(tmp_path)
+    commands = Pretenders(tmp_path, at8="stubborn")
+    report = rehearse(options(tmp_path, peers="80,8@-0.1", seconds=1.0), console=console, commands=commands)
+    assert (report.peers[1].exit_code, report.peers[1].killed) == (-signal.SIGKILL, False)
+    assert "peer 8 did not leave in time and was killed" in problems(report)
+
+
+def test_without_links_the_peers_meet_over_loopback_and_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearse_module, "available", lambda: Availability("not permitted"))
+    console, output = quiet_console(tmp_path)
+    report = rehearse(options(tmp_path, peers="80:10M/20ms,8"), console=console, commands=Pretenders(tmp_path))
+    assert output.read_text().count("(not permitted): they all meet over loopback") == 1
+    assert [peer.link for peer in report.peers] == ["", ""]
 
 
 @pytest.mark.parametrize(("who", "name"), [("bootstrap", "bootstrap"), ("at8", "peer-8")])
@@ -507,8 +676,9 @@ def test_a_directory_of_an_earlier_rehearsal_is_refused(tmp_path: Path) -> None:
 
 def test_the_commands_are_those_of_the_program() -> None:
     commands = ProgramCommands()
-    bootstrap = commands.bootstrap("digits", Path("/d/bootstrap"), Path("/d/invite.txt"))
-    join = commands.join("p2pt1x", Path("/d/peer-8"), 8.5)
+    bootstrap = commands.bootstrap("digits", Path("/d/bootstrap"), Path("/d/invite.txt"), "127.0.0.1")
+    join = commands.join("p2pt1x", Path("/d/peer-8"), 8.5, "198.18.0.2")
     assert bootstrap[:5] == [sys.executable, "-m", "p2p_trainer", "bootstrap", "digits"]
     assert join[:5] == [sys.executable, "-m", "p2p_trainer", "join", "p2pt1x"]
     assert join[join.index("--emulate") + 1] == "8.5"
+    assert [command[command.index("--host") + 1] for command in (bootstrap, join)] == ["127.0.0.1", "198.18.0.2"]
