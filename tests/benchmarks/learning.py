@@ -62,7 +62,7 @@ FULL = Scale(
     sequence_length=32,
     batch_size=4,
     rounds=400,
-    steps_per_cycle=(16.0, 10.0, 7.0, 4.5, 3.0, 2.0, 1.3, 0.8),
+    steps_per_cycle=(8.0, 5.0, 3.5, 2.25, 1.5, 1.0, 0.65, 0.4),  # half of the quick ones: it has to end
 )
 
 
@@ -85,6 +85,7 @@ def codec_cells() -> Iterator[Cell]:
         sparse = replace(cell, up="sparse", down="int8")
         yield replace(sparse, name=f"sparse{suffix}")
         yield replace(sparse, name=f"sparse, β 0.95{suffix}", beta=0.95)
+        yield replace(sparse, name=f"sparse, β 0.8{suffix}", brief=False, beta=0.8)
         yield replace(sparse, name=f"sparse, apart{suffix}", brief=False, feedback="apart")
         yield replace(sparse, name=f"sparse, apart, β 0.95{suffix}", feedback="apart", beta=0.95)
         yield replace(sparse, name=f"sparse, apart, β 0.8{suffix}", brief=False, feedback="apart", beta=0.8)
@@ -206,6 +207,10 @@ class Results:
         return table
 
 
+def _means(text: str, cell: Cell) -> bool:
+    return text[1:] == cell.name if text.startswith("=") else text in cell.name
+
+
 def _settings(cell: Cell) -> dict[str, Any]:
     return {key: value for key, value in asdict(cell).items() if key not in ("name", "brief")}
 
@@ -240,7 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="rounds of each fragment")
     parser.add_argument("--compare", choices=["weighting", "outer", "codec", "all"], default="all")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="the default and cells with one of these in their name: 'a|b'"
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="the default, and cells called =TEXT or with TEXT in their name: 'a|=b'",
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="torch threads in each process")
@@ -263,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = [cell for cell in cells if cell.brief]
     if options.only:
         wanted = options.only.split("|")
-        cells = [cell for cell in cells if cell is DEFAULT or any(text in cell.name for text in wanted)]
+        cells = [cell for cell in cells if cell is DEFAULT or any(_means(text, cell) for text in wanted)]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     everything = [DEFAULT, *BASELINES, *codec_cells(), *weighting_cells(), *outer_cells()]
     results = Results(scale, everything)
