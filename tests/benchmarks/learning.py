@@ -90,10 +90,6 @@ def codec_cells() -> Iterator[Cell]:
         yield replace(sparse, name=f"sparse, apart, β 0.95{suffix}", feedback="apart", beta=0.95)
         yield replace(sparse, name=f"sparse, apart, β 0.8{suffix}", brief=False, feedback="apart", beta=0.8)
         yield replace(sparse, name=f"sparse, dropped{suffix}", brief=False, feedback="dropped")
-        for kept_one_in in (32, 16):
-            denser = replace(sparse, up=f"sparse/{kept_one_in}", brief=False)
-            yield replace(denser, name=f"sparse/{kept_one_in}{suffix}")
-            yield replace(denser, name=f"sparse/{kept_one_in}, apart, β 0.95{suffix}", feedback="apart", beta=0.95)
 
 
 def weighting_cells() -> Iterator[Cell]:

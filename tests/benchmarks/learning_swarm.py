@@ -28,7 +28,7 @@ from dht_config.manifest import (
 )
 from p2p_trainer.inner_optimizer import build_inner_optimizer, learning_rate, set_learning_rate
 from p2p_trainer.tasks import Batch, Task, load_task, mean_loss
-from peers.codecs import Codec, Sparse, get_codec
+from peers.codecs import get_codec
 from peers.fragments import cut
 from peers.outer import Nesterov
 from peers.weighting import get_weighting
@@ -65,7 +65,7 @@ class Cell:
     delay_cycles: float = 0.5
     """From the snapshot to the moment when the new base is in place."""
     up: str = _AVERAGING.codec
-    """Codec of contributions; "sparse/16" keeps one value in 16 instead of 64."""
+    """Codec of contributions."""
     down: str = _AVERAGING.answer_codec
     """Codec of averages."""
     feedback: str = "parameters"
@@ -290,20 +290,10 @@ class Swarm:
                 local.sub_(reference).add_(landing.base)
 
 
-@dataclass(frozen=True, slots=True)
-class Denser(Sparse):
-    """The product's sparse codec with more values."""
-
-    kept_one_in: int = 16  # type: ignore[misc]
-
-
 def transmitted(name: str, values: Tensor) -> Tensor:
     """What arrives."""
-    if name == "float32":
-        return values.clone()
-    kind, _, kept_one_in = name.partition("/")
-    codec: Codec = Denser(int(kept_one_in)) if kept_one_in else get_codec(kind)
-    return codec.decode(codec.encode(values), values.numel())
+    codec = get_codec(name)
+    return values.clone() if codec.lossless else codec.decode(codec.encode(values), values.numel())
 
 
 @lru_cache
