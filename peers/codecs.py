@@ -21,8 +21,7 @@ the result's own ``4 * size`` bytes and a few slabs was allocated. What this doe
 values that no honest peer has; whoever receives it checks magnitudes as well.
 
 What a lossy codec leaves out of a contribution stays in the sender's snapshot (``contribution.py``); what it leaves
-out of an average its reducer keeps (``residual.py``). ``ErrorFeedback`` and ``feedback_beta``, the literature's rule,
-have a residual of their own; so far only the learning check compares them.
+out of an average its reducer keeps (``residual.py``).
 """
 
 from __future__ import annotations
@@ -65,10 +64,6 @@ class Codec(Protocol):
     def lossless(self) -> bool:
         """Whether ``decode(encode(x))`` is x, bit for bit."""
 
-    @property
-    def feedback_beta(self) -> float:
-        """The share of what was left out that the next contribution brings: for ErrorFeedback."""
-
     def encoded_bytes(self, size: int) -> int:
         """The exact length of every encoding of ``size`` values."""
 
@@ -95,7 +90,6 @@ class Float32:
 
     name: ClassVar[str] = "float32"
     lossless: ClassVar[bool] = True
-    feedback_beta: ClassVar[float] = 1.0
 
     def encoded_bytes(self, size: int) -> int:
         return _FLOAT32.itemsize * size
@@ -118,7 +112,6 @@ class Float16:
 
     name: ClassVar[str] = "float16"
     lossless: ClassVar[bool] = False
-    feedback_beta: ClassVar[float] = 1.0
 
     def encoded_bytes(self, size: int) -> int:
         return _FLOAT16.itemsize * size
@@ -149,7 +142,6 @@ class Blockwise:
     """8 or 4."""
     block: ClassVar[int] = 256
     lossless: ClassVar[bool] = False
-    feedback_beta: ClassVar[float] = 1.0
 
     @property
     def _top(self) -> int:
@@ -244,7 +236,6 @@ class Sparse:
 
     name: ClassVar[str] = "sparse"
     lossless: ClassVar[bool] = False
-    feedback_beta: ClassVar[float] = 0.95
     chunk: ClassVar[int] = 4096
     kept_one_in: ClassVar[int] = 64
 
@@ -414,43 +405,6 @@ def _magnitudes(raw: Bytes, largest: float) -> Floats:
     if not ((bits == 0) | ((bits >= lowest) & (bits <= highest))).all():
         raise MalformedBody("a scale that is negative, subnormal, too large or not finite")
     return values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorFeedback:
-    """What a contribution leaves out comes with the next one.
-
-    A round is ``compensate``, encode, decode one's own bytes, and, once the contribution counts, ``residual_after``.
-    A contribution that does not count leaves the residual as it was. Each method works on slices too, so accounting
-    may follow parts. Every operation is rounded on its own and in place: no memory beyond the caller's two buffers.
-
-    With beta below 1 what was left out long ago fades: what is sent does not add up to what was there. That is
-    SparseLoCo's stand-in for outer momentum, so the outer optimizer should then have none.
-
-    Source: Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2 (beta 1); SparseLoCo (Sarfi et al. 2025,
-    arXiv:2508.15706), algorithm 1: e = beta * e + delta; send Q(top-k(e)); e = e - sent. Here beta is applied when
-    the residual is stored, not when it is used: the same bits, and no temporary.
-    """
-
-    beta: float
-    """The codec's ``feedback_beta``."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta is {self.beta}, not from 0 to 1")
-
-    def compensate(self, value: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """``value + residual``, float32 ``(size,)``, written to ``value``; ``residual`` is not changed."""
-        return value.add_(residual)
-
-    def residual_after(self, value: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """``beta * (value - decoded)``, float32 ``(size,)``, written to ``value``: the next residual.
-
-        :param value: what ``compensate`` gave
-        :param decoded: what the others decode of it
-        """
-        value.sub_(decoded)
-        return value if self.beta == 1 else value.mul_(self.beta)
 
 
 _CODECS: dict[str, Codec] = {

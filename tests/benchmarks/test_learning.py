@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import learning
+import learning_swarm
 import pytest
 import torch
-from learning import DEFAULT, QUICK, Cell, Peer, Swarm
+from learning import DEFAULT, PLAIN, QUICK
+from learning_swarm import Cell, Peer, Swarm, credited_steps, run_cell
 
 TINY = replace(
     QUICK,
@@ -22,8 +25,6 @@ TINY = replace(
     held_out_samples=64,
 )
 ALONE = replace(TINY, steps_per_cycle=(6.0,))
-PLAIN = replace(DEFAULT, lr=1.0, momentum=0.0)
-"""With one peer, the base follows it."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def trained(cell: Cell, scale: learning.Scale) -> Swarm:
+def trained(cell: Cell, scale: learning_swarm.Scale) -> Swarm:
     swarm = Swarm(cell, scale, seed=0)
     for tick in range(scale.rounds * scale.fragments):
         swarm.tick(tick)
@@ -45,7 +46,7 @@ def trained(cell: Cell, scale: learning.Scale) -> Swarm:
 def trained_without_rounds(swarm: Swarm) -> torch.Tensor:
     """What the first peer would be if it had made its steps by itself."""
     initial = Swarm(DEFAULT, ALONE, seed=0).base
-    peer = Peer(ALONE, initial, 0, 1.0, 1, 1.0)
+    peer = Peer(ALONE, initial, 0)
     for _ in range(swarm.peers[0].steps):
         peer.step(10**9)
     return peer.net.values
@@ -54,7 +55,7 @@ def trained_without_rounds(swarm: Swarm) -> torch.Tensor:
 @pytest.fixture
 def no_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up follows what has landed, which depends on the rounds."""
-    monkeypatch.setattr(learning, "learning_rate", lambda section, samples: section.lr)
+    monkeypatch.setattr(learning_swarm, "learning_rate", lambda section, samples: section.lr)
 
 
 @pytest.mark.usefixtures("no_warmup")
@@ -72,7 +73,7 @@ def test_base_and_a_residual_kept_apart_add_up_to_all_progress(codec: str) -> No
     progress = torch.zeros_like(initial)
     average = swarm.average
 
-    def watched(tick: int) -> learning.Round:
+    def watched(tick: int) -> learning_swarm.Round:
         where = swarm.layout.slice(tick % ALONE.fragments)
         progress[where] += peer.net.values[where] - swarm.base[where]
         return average(tick)
@@ -104,21 +105,21 @@ def test_every_sample_is_counted_once(delay: float) -> None:
 
 
 def test_all_cells_see_as_many_samples_as_the_one_process() -> None:
-    one_process = learning.credited_steps(TINY) * TINY.batch_size
+    one_process = credited_steps(TINY) * TINY.batch_size
     for cell in (DEFAULT, replace(DEFAULT, delay_cycles=1.0, up="sparse", weighting="uniform")):
-        assert learning.run_cell(cell, TINY, 0).samples == pytest.approx(one_process, abs=2 * TINY.batch_size)
+        assert run_cell(cell, TINY, 0).samples == pytest.approx(one_process, abs=2 * TINY.batch_size)
 
 
 def test_the_same_seed_gives_the_same_loss() -> None:
     cell = replace(DEFAULT, up="int8", down="int8")
-    first, again, other = (learning.run_cell(cell, TINY, seed).loss for seed in (0, 0, 1))
+    first, again, other = (run_cell(cell, TINY, seed).loss for seed in (0, 0, 1))
     assert first == again != other
 
 
 def test_results_are_written_with_ratios_to_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "QUICK", TINY)
     path = tmp_path / "results.json"
-    arguments = ["--quick", "--json", str(path), "--compare", "codec", "--only", "int", "--resume", "--seeds"]
+    arguments = ["--quick", "--json", str(path), "--compare", "codec", "--only", "int4|=int8", "--resume", "--seeds"]
     assert learning.main([*arguments, "1"]) == 0
     first = json.loads(path.read_text())
     assert learning.main([*arguments, "2"]) == 0
@@ -132,3 +133,12 @@ def test_results_are_written_with_ratios_to_the_default(tmp_path: Path, monkeypa
     for before, after in zip(first["cells"], report["cells"], strict=True):
         assert before["runs"]["0"] == after["runs"]["0"], "not run again"
     assert str(tmp_path) not in path.read_text()
+
+
+def test_a_compiled_step_is_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # without a C++ compiler
+    initial = Swarm(DEFAULT, ALONE, seed=0).base
+    plain, compiled = Peer(ALONE, initial, 0), Peer(ALONE, initial, 0, compiled=True)
+    plain.step(10**9)
+    compiled.step(10**9)
+    torch.testing.assert_close(compiled.net.gradient, plain.net.gradient, rtol=1e-4, atol=1e-6)
