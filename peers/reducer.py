@@ -199,17 +199,27 @@ class PartReducer:
 
     def result(self, part: int) -> asyncio.Future[Averaged]:
         """Resolves when the average is there; fails with InvalidPart if there will be none."""
-        return self.parts[part].result
+        return self.part(part).result
 
     def summed(self, part: int) -> asyncio.Future[None]:
         """Resolves when a part whose root is another is added up; fails with InvalidPart if nobody is in it."""
-        return self.parts[part].summed
+        return self.part(part).summed
+
+    def part(self, number: int) -> _OpenPart:
+        """:raises InvalidPart: there is none, or none any more"""
+        if not 0 <= number < len(self.parts):
+            raise InvalidPart(f"part {number} of {len(self.parts)}")
+        return self.parts[number]
+
+    def end(self) -> None:
+        """The round is over: whoever still waits for a part hears of it, and their memory is given back."""
+        for part in self.parts:
+            part.fail("the round is over")
+        self.parts = []
 
     def decode(self, source: int, part: int, body: bytes | memoryview) -> torch.Tensor:
         """Check a body and decode it to float32 ``(size,)``. :raises InvalidPart: with the reason."""
-        if not 0 <= part < len(self.parts):
-            raise InvalidPart(f"part {part} of {len(self.parts)}")
-        open_part = self.parts[part]
+        open_part = self.part(part)
         if source in self._group:
             return decode_values(self._rules.codec, body, open_part.size)
         heaviest = max((self._weight(member, open_part) for member in self._members_of(source)), default=0.0)
@@ -242,7 +252,7 @@ class PartReducer:
         if included is not None and not (included and set(included) <= set(self._members_of(source))):
             raise InvalidPart("a sum over nobody, or over members of another group")
         # A sender that hangs up in the middle must not leave its values in the sum and its name out of the list.
-        await asyncio.shield(asyncio.ensure_future(self._add(source, self.parts[part], values, included)))
+        await asyncio.shield(asyncio.ensure_future(self._add(source, self.part(part), values, included)))
 
     async def _add(self, source: int, part: _OpenPart, values: torch.Tensor, included: Collection[int] | None) -> None:
         weighted = self._weighted(source, part)
@@ -330,7 +340,7 @@ class PartReducer:
 
         It may not have waited for our sum. Nothing is added from now on: it would be added to the average.
         """
-        open_part = self.parts[part]
+        open_part = self.part(part)
         async with open_part.lock:
             open_part.closed = True
             _refuse(open_part.summed, "its root did not wait")
@@ -340,9 +350,9 @@ class PartReducer:
 
     def void(self, parts: Sequence[int], reason: str) -> None:
         """The root of these parts will not answer."""
-        for part in parts:
-            if not self.parts[part].result.done():
-                self.parts[part].fail(reason)
+        for number in parts if self.parts else ():
+            if not self.parts[number].result.done():
+                self.parts[number].fail(reason)
 
     def _encode(self, part: _OpenPart) -> bytes | memoryview:
         """Average and encode a part, once for everyone; ``part.sum`` becomes what they decode it to."""

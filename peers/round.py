@@ -157,7 +157,12 @@ class Round:
         for duty in [*self._duties]:
             duty.add_done_callback(self._duty_done)
         await asyncio.wait(exchanges, return_when=asyncio.FIRST_EXCEPTION)
-        reasons = [error for task in exchanges if task.done() and (error := task.exception()) is not None]
+        reasons: list[BaseException] = []
+        for task in exchanges:
+            if task.cancelled():
+                reasons.append(RoundVoid("it was over before this peer was done: it slept, or was very slow"))
+            elif task.done() and (error := task.exception()) is not None:
+                reasons.append(error)
         for error in sorted(reasons, key=lambda error: isinstance(error, RoundVoid)):  # an unexpected one first
             raise error
         self._closing.cancel()
@@ -215,10 +220,10 @@ class Round:
         """Whoever still wants something of this round is too late. Gives its memory back, which cycles would hold."""
         if not self.over.done():
             self.over.set_result(None)
-            if self._closing is not None:
-                self._closing.cancel()
+            for duty in self._duties:
+                duty.cancel()
             self._average = self._contribution = torch.empty(0)
-            self.reducer.parts.clear()
+            self.reducer.end()
 
     async def _count(self, stream: AsyncIterator[Part], sender: int, expected: Sequence[int]) -> None:
         """Parts of a member's contribution, or of a counterpart's sum of its group."""
@@ -236,7 +241,7 @@ class Round:
                     raise InvalidPart("a sum over nobody")
                 if self.over.done():
                     return
-                part = self.reducer.parts[header.part]
+                part = self.reducer.part(header.part)
                 values = await off_loop(part.size, self.reducer.decode, sender, header.part, message.body)
                 self.bytes_received += len(message.body)
                 self.meter.note(asyncio.get_running_loop().time(), down=len(message.body))
@@ -327,9 +332,9 @@ class Round:
         for number in parts:
             try:
                 await asyncio.shield(self.reducer.summed(number))
+                part = self.reducer.part(number)
             except InvalidPart:
                 return  # nobody of our group is in it, or the root did not wait: it goes on without us
-            part = self.reducer.parts[number]
             body = part.sum.numpy().astype(FLOAT32, copy=False).data.cast("B")
             self.bytes_sent += len(body)
             self._sent[part.start, part.stop] = len(body)

@@ -413,3 +413,29 @@ def test_after_the_grace_only_a_small_part_of_the_weight_is_not_waited_for(sampl
     assert len({result.average.numpy().tobytes() for result in results}) == 1
     for index in (0, 1):
         assert network.rounds[index].reducer.rejected == {2: reason}
+
+
+def test_a_peer_that_slept_through_its_round_has_no_result_and_nothing_breaks() -> None:
+    """When it wakes, the end of its round comes before anything else that was due."""
+
+    async def scene() -> None:
+        plan = plan_for([whole(12, 5)] * 3, 12)
+        network = Network(plan, silent_reducers={1, 2})
+        for index, contribution in enumerate(random_contributions(3, 12)):
+            network.rounds[index] = Round(
+                plan, peer(index), contribution, network.caller(index), PATIENT, Rules(), residual=lambda a, b: None
+            )
+        sleeper = asyncio.create_task(network.rounds[0].run())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        network.rounds[0].end()
+        with pytest.raises(RoundVoid, match="slept"):
+            await sleeper
+        assert [answer async for answer in network.rounds[0].answer(_nothing(), peer(1))] == []
+
+    asyncio.run(scene())
+
+
+async def _nothing() -> AsyncIterator[Part]:
+    return
+    yield
