@@ -22,8 +22,6 @@ LEAST_SECONDS = 0.5
 ENOUGH_WEIGHT = 0.9
 MEASURABLE_BYTES = 1 << 20
 """Fewer bytes say more of a link's latency than of its rate."""
-DISTRUST_CYCLES = 4.0
-MOST_DISTRUST = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,17 +125,21 @@ class RateMeter:
 
 
 class Reliability:
-    """Reducers that failed us. Each failure in a row doubles the time for which we say so, up to 64 times."""
+    """Peers that failed us. Each failure in a row doubles the time for which we say so.
 
-    def __init__(self, cycle_seconds: float) -> None:
-        self._cycle_seconds = cycle_seconds
+    :param seconds: after the first failure
+    :param doublings: at most so many
+    """
+
+    def __init__(self, seconds: float, doublings: int) -> None:
+        self._seconds, self._doublings = seconds, doublings
         self._failures: dict[bytes, int] = {}
         self._until: dict[bytes, float] = {}
 
     def failed(self, peer_id: bytes, now: float) -> None:
         count = self._failures.get(peer_id, 0)
-        self._failures[peer_id] = min(MOST_DISTRUST, count + 1)
-        self._until[peer_id] = now + DISTRUST_CYCLES * self._cycle_seconds * 2**count
+        self._failures[peer_id] = min(self._doublings, count + 1)
+        self._until[peer_id] = now + self._seconds * 2**count
 
     def answered(self, peer_id: bytes) -> None:
         self._failures.pop(peer_id, None)

@@ -1,8 +1,9 @@
 """Finding a group for a round: hivemind's matchmaking, on swarm time, with signed announcements and a quorum.
 
-All peers of a round declare the same expiration, the beginning of its tick; the smallest peer id leads and
-assembles the group when the tick begins. The schema hash names fragment, version and digest, so that peers with
-different bases never meet. What this does not stop: a leader that leaves out peers it does not like.
+Peers declare until when they look: about the beginning of the tick. Whoever ends first leads and assembles the group
+then. Who found nobody the last time ends a moment later, and follows. The schema hash names fragment, version and
+digest, so that peers with different bases never meet. What this does not stop: a leader that leaves out peers it does
+not like.
 
 Overridden or relied on in hivemind 1.1.12: ``Matchmaking.min_group_size`` is read wherever a leader decides whether
 to assemble; ``GroupKeyManager`` calls ``dht.store``/``dht.get`` with ``return_future=True`` and awaits the result;
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 AWAKE_SECONDS = 1.0
 """Whoever notices an end later than this was asleep itself, and cannot say who was silent."""
+SILENT_SECONDS = 0.1
+"""A leader that has said nothing so shortly before the deadline is one that never begins."""
 POLL_SECONDS = 0.15
 """Least time between two looks at one matchmaking key; hivemind asks again without a pause (a core per peer)."""
 MOST_REDIRECTS = 4
@@ -192,10 +195,9 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         finally:
             self._asking -= 1
             # One that has too few followers says so when the tick begins.
-            latest = (search.scheduled_time + search.deadline) / 2
             if group is not None:
                 self._silent_leaders.answered(leader_id)
-            elif nonsense or latest <= search.now() <= search.deadline + AWAKE_SECONDS:
+            elif nonsense or search.deadline - SILENT_SECONDS <= search.now() <= search.deadline + AWAKE_SECONDS:
                 self._silent_leaders.failed(leader_id, search.now())
         return group
 

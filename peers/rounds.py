@@ -43,6 +43,12 @@ ENOUGH = 0.9
 """A step on averaged gradients needs this share of its global batch: rates that peers advertise differ for a moment."""
 ATTEMPTS = 3
 """Of one tick's round: a group that lost a reducer re-forms without it while there is time."""
+REDUCER_DISTRUST_CYCLES, REDUCER_DISTRUST_DOUBLINGS = 4.0, 6
+"""A reducer without a share still contributes: being careful costs little."""
+LEADER_DISTRUST_DOUBLINGS = 2
+"""A leader that nobody follows takes part in no round: it may just have been slow."""
+DEFERENCE_SECONDS = 0.25
+"""Who found nobody offers to begin the next group so much later, and so follows whoever leads."""
 KEPT_SNAPSHOTS = 2
 """Of rounds that brought no result here: if others counted us, what was trained since then can be kept."""
 MAX_SAMPLES_PER_SECOND = 1e6
@@ -75,8 +81,10 @@ class RoundKeeper:
         )
         self._round_times, self._arrival_times = TransferTimes(), TransferTimes()
         self._link_rate = LinkRate()
-        self._reducers = Reliability(run.schedule.cycle_seconds)
-        silent_leaders = Reliability(run.schedule.cycle_seconds)
+        cycle_seconds = run.schedule.cycle_seconds
+        self._reducers = Reliability(REDUCER_DISTRUST_CYCLES * cycle_seconds, REDUCER_DISTRUST_DOUBLINGS)
+        silent_leaders = Reliability(cycle_seconds, LEADER_DISTRUST_DOUBLINGS)
+        self._found_nobody = False
         self._needed_samples = ENOUGH * averaging.global_batch
         self._register = RoundRegister()
         self._matchmaking: dict[str, FragmentMatchmaking] = {}
@@ -300,7 +308,7 @@ class RoundKeeper:
         )
         lead = self._run.manifest.averaging.matchmaking_seconds
         search = GroupSearch(
-            scheduled_time=begins,
+            scheduled_time=begins + (DEFERENCE_SECONDS if self._found_nobody else 0.0),
             deadline=begins + min(lead, self._run.schedule.cycle_seconds / 4),
             data_for_gather=sign_announcement(self._run.settings.identity, announcement, self._run.settings.run_id),
             now=self._run.clock.now,
@@ -311,6 +319,7 @@ class RoundKeeper:
         )
         key = f"{matchmaking_prefix(self._run.settings.run_id, state.index)}.0b"
         found = await self._matchmaking[key].find(search)
+        self._found_nobody = found is None
         if found is None:
             await self._presence.look_for_dead(present)
             if not self._presence.present():

@@ -59,7 +59,7 @@ def test_a_rate_is_that_of_our_own_line_not_that_of_the_slowest_groupmate() -> N
 
 
 def test_distrust_grows_with_failures_in_a_row_and_ends_with_an_answer() -> None:
-    reducers = Reliability(cycle_seconds=10.0)
+    reducers = Reliability(40.0, doublings=6)
     reducers.failed(b"a", 0.0)
     assert reducers.distrusted(39.0) == (b"a",) and reducers.distrusted(41.0) == ()
     reducers.failed(b"a", 50.0)

@@ -109,7 +109,7 @@ class Follower:
     identity: Identity
     leader: Identity
     number: str
-    silent: Reliability = field(default_factory=lambda: Reliability(10.0))
+    silent: Reliability = field(default_factory=lambda: Reliability(10.0, doublings=2))
 
     async def find(self) -> tuple[bytes, tuple[GroupMember, ...]] | None:
         now = get_dht_time()
