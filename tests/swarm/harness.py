@@ -193,7 +193,7 @@ class Peer:
         self.process.send_signal(number)
         return self.gone()
 
-    def gone(self) -> int:
+    def gone(self, within_seconds: float = LEAVE_SECONDS) -> int:
         """Wait until it has left nothing behind, within the time that is promised; returns its exit code."""
         self.expected_to_live = False
         self.swarm.wait_until(
@@ -202,7 +202,7 @@ class Peer:
                 f"{self.name} has left (exit code {self.process.poll()}, processes {self.processes()}, "
                 f"sockets {self.swarm.sockets_of(self)})"
             ),
-            LEAVE_SECONDS,
+            within_seconds,
         )
         return int(self.process.returncode)
 
@@ -363,13 +363,13 @@ class Swarm:
             return []
         return [noted] if noted.parent == self.temporary and noted.exists() else []
 
-    def leave_all(self) -> dict[str, int]:
+    def leave_all(self, within_seconds: float = LEAVE_SECONDS) -> dict[str, int]:
         """TERM to all at once; their exit codes when nothing of them is left."""
         leaving = [peer for peer in self.peers if peer.process.poll() is None]
         for peer in leaving:
             peer.expected_to_live = False
             peer.process.terminate()
-        return {peer.name: peer.gone() for peer in leaving}
+        return {peer.name: peer.gone(within_seconds) for peer in leaving}
 
     def close(self) -> list[str]:
         """End what still runs, and say what was left behind that should not be."""

@@ -36,7 +36,8 @@ def test_twelve_peers_in_groups_of_four_end_on_one_base(swarm: Swarm) -> None:
     )
     for peer in peers:
         assert {event["groups"] for event in peer.rounds(group=PEERS)} == {PEERS // GROUP}
-    assert set(swarm.leave_all().values()) == {0}
+    # The promise of ten seconds is one peer's, not that of a dozen on two cores at once.
+    assert set(swarm.leave_all(START_SECONDS).values()) == {0}
     assert_digests_agree(*peers)
     for peer in peers:
         assert_samples_add_up(peer)
