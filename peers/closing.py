@@ -20,6 +20,8 @@ RECENT = 32
 LEAST_SECONDS = 0.5
 """A busy machine needs it to answer at all."""
 ENOUGH_WEIGHT = 0.9
+MOST_MEGABITS_PER_SECOND = 1e6
+"""What an announcement may say."""
 MEASURABLE_BYTES = 1 << 20
 """Fewer bytes say more of a link's latency than of its rate."""
 
@@ -94,7 +96,7 @@ class LinkRate:
     @property
     def megabits_per_second(self) -> float | None:
         """None before the first measurement."""
-        return max(self._recent) * 8 / 1e6 if self._recent else None
+        return min(MOST_MEGABITS_PER_SECOND, max(self._recent) * 8 / 1e6) if self._recent else None
 
 
 class RateMeter:

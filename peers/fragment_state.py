@@ -151,18 +151,22 @@ class FragmentState:
         version = self.version + 1
         receipt = receipt_for(plan, parts, version)
         entry, held = receipt.ranges_of(own_id)
-        self._contribution.accepted(self.snapshot, self.base, held, list(self.decoded))
-        outer.step(self.base, self.outer_state, average, version, (self.base, self.outer_state))
         total = self.total_element_samples + element_samples(plan, parts)
         history = extend_history(self.history, receipt)
-        digest = base_digest(
-            fragment=self.index,
-            version=version,
-            total_element_samples=total,
-            history=history,
-            base=self.base,
-            outer_state=self.outer_state,
-        )
+        self._contribution.accepted(self.snapshot, self.base, held, list(self.decoded))
+        try:
+            outer.step(self.base, self.outer_state, average, version, (self.base, self.outer_state))
+            digest = base_digest(
+                fragment=self.index,
+                version=version,
+                total_element_samples=total,
+                history=history,
+                base=self.base,
+                outer_state=self.outer_state,
+            )
+        except BaseException:
+            self.version, self.digest = -1, b""  # half a step is no base: it must be fetched
+            raise
         if entry is not None:
             self.ledger = self.ledger.credit(held, entry.samples, entry.steps)
         self.receipts.append(receipt)

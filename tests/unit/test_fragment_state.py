@@ -260,6 +260,16 @@ def test_the_digest_of_a_committed_base_is_that_of_its_bytes(pair: tuple[Peer, P
     )
 
 
+def test_a_step_that_fails_half_way_leaves_no_base_that_anybody_could_take_for_one(pair: tuple[Peer, Peer]) -> None:
+    first, _ = pair
+    first.snapshot()
+    plan, parts = plan_of([first]), [AveragedPart(start=0, stop=SIZE, included=[0])]
+    average = first.state.contribution(first.member().spans)
+    with pytest.raises(RuntimeError):
+        first.state.commit(OUTER, plan, average[:-1], parts, first.own_id)
+    assert first.state.version == -1 and not first.state.digest
+
+
 def test_parts_that_closed_without_us_stay_pending_with_their_progress(pair: tuple[Peer, Peer]) -> None:
     first, second = pair
     hold(pair, [[0, 1], [1], [0, 1]], committing=[0, 1])
