@@ -39,8 +39,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hivemind.p2p import P2P, PeerID
 
 from peers.messages import Ask, AskHeader, DirectOffer, DirectOfferHeader
-from peers.round import TRANSPORT_ERRORS
-from peers.transport import DaemonTransport, Handler, Received, Sent, converse
+from peers.transport import TRANSPORT_ERRORS, DaemonTransport, Handler, Received, Sent, converse
 
 logger = logging.getLogger(__name__)
 

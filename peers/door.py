@@ -24,7 +24,7 @@ from dht_config.validators import SwarmRecordValidator
 from peers.clock import SwarmClock, correction, measure_offset
 from peers.daemon import DialOutcome, DialReport, dial_all
 from peers.messages import Ask, AskHeader
-from peers.round import TRANSPORT_ERRORS
+from peers.transport import TRANSPORT_ERRORS
 
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0)
 ALONE_AFTER_ATTEMPTS = 2

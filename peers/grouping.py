@@ -33,8 +33,8 @@ from peers.closing import Reliability
 from peers.ledger import PendingSpan
 from peers.lineage import Claim, has_quorum
 from peers.messages import LEAST_GROUP_ID_BYTES, MAX_GROUP_SIZE, MOST_GROUP_ID_BYTES
-from peers.round import TRANSPORT_ERRORS
 from peers.round_plan import GroupMember
+from peers.transport import TRANSPORT_ERRORS
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from peers.lineage import Claim
 from peers.membership import Member, View, read_view
 from peers.messages import Ask, AskHeader
 from peers.pipe import Event
-from peers.round import TRANSPORT_ERRORS, RoundVoid
+from peers.round import RoundVoid
+from peers.transport import TRANSPORT_ERRORS
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from google.protobuf.message import DecodeError
-from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.p2p import PeerID
 
 from peers.closing import ClosingTimes, RateMeter
 from peers.contribution import Decoded
@@ -41,21 +39,11 @@ from peers.reducer import (
     off_loop,
 )
 from peers.round_plan import RoundPlan, Share
+from peers.transport import TRANSPORT_ERRORS
 
 CallReducer = Callable[[PeerID, AsyncIterator[Part]], Awaitable[AsyncIterator[Average]]]
 TakeAverage = Callable[[int, "bytes | memoryview", torch.Tensor, "set[int]"], Awaitable[None]]
 """Is given a part's number, its average's bytes, what they decode to, and who is in it."""
-TRANSPORT_ERRORS = (
-    P2PDaemonError,
-    P2PHandlerError,
-    ControlFailure,
-    OSError,
-    EOFError,
-    asyncio.TimeoutError,
-    TypeError,  # hivemind's word for an unknown message marker
-    DecodeError,
-)
-"""What a call to another peer can end in, its answer being no answer at all included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

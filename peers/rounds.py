@@ -28,11 +28,11 @@ from peers.outer import build_outer_optimizer
 from peers.pipe import Event, Rebased, SnapshotTaken
 from peers.presence import RECORD_SECONDS, Presence
 from peers.reducer import BY_SAMPLES, MAX_BATCH, InvalidPart, Rules, check_values, off_loop
-from peers.round import TRANSPORT_ERRORS, Round, RoundResult, RoundVoid
+from peers.round import Round, RoundResult, RoundVoid
 from peers.round_plan import GroupMember, RoundPlan, plan_round
 from peers.round_register import RoundRegister
 from peers.servicer import SwarmServicer
-from peers.transport import Transport
+from peers.transport import TRANSPORT_ERRORS, Transport
 from peers.weighting import get_weighting
 
 logger = logging.getLogger(__name__)

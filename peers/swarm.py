@@ -56,13 +56,12 @@ from peers.pipe import (
     Waiting,
 )
 from peers.presence import Presence
-from peers.round import TRANSPORT_ERRORS
 from peers.rounds import RoundKeeper
 from peers.servicer import SwarmServicer
 from peers.settings import SwarmSettings
 from peers.tasks import Tasks
 from peers.training_link import TrainingLink
-from peers.transport import DaemonTransport, Transport
+from peers.transport import TRANSPORT_ERRORS, DaemonTransport, Transport
 
 logger = logging.getLogger(__name__)
 

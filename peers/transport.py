@@ -23,12 +23,25 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from google.protobuf.message import DecodeError
+from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
 from peers.messages import MAX_BODY_BYTES, MAX_HEADER_BYTES, WireMessage
 
 logger = logging.getLogger(__name__)
 
+TRANSPORT_ERRORS = (
+    P2PDaemonError,
+    P2PHandlerError,
+    ControlFailure,
+    OSError,
+    EOFError,
+    asyncio.TimeoutError,
+    TypeError,  # hivemind's word for an unknown message marker
+    DecodeError,
+)
+"""What a call to another peer can end in, its answer being no answer at all included."""
 PREFETCHED = 4
 CALLS_PER_PEER = 16
 CALLS_AT_ONCE = 512

@@ -55,8 +55,7 @@ from peers.messages import (
     Part,
     PartHeader,
 )
-from peers.round import TRANSPORT_ERRORS
-from peers.transport import CALLS_PER_PEER, Calls, DaemonTransport
+from peers.transport import CALLS_PER_PEER, TRANSPORT_ERRORS, Calls, DaemonTransport
 
 GROUP_ID = b"a group of this test"
 WRITE_SECONDS = 5.0

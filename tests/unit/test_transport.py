@@ -19,8 +19,7 @@ from dht_config.identity import load_or_create_identity
 from dht_config.network import NetworkSettings
 from peers.daemon import dial_all, start_daemon
 from peers.messages import MAX_BODY_BYTES, Average, AverageHeader, Part, PartHeader
-from peers.round import TRANSPORT_ERRORS
-from peers.transport import _END, _LENGTHS, PREFETCHED, DaemonTransport, _Channel
+from peers.transport import _END, _LENGTHS, PREFETCHED, TRANSPORT_ERRORS, DaemonTransport, _Channel
 
 GROUP_ID = b"a group of this test"
 Scene = Callable[[P2P, P2P], Awaitable[None]]
