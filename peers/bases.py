@@ -78,7 +78,8 @@ class BaseKeeper:
                 refreshing = asyncio.create_task(self._presence.refresh())
             await asyncio.shield(refreshing)
 
-        async def complete(state: FragmentState) -> None:
+        async def complete(state: FragmentState) -> bool:
+            """Whether what is here is current, as far as we know."""
             attempts = 0
             # Restored parameters stand on the restored base, however often it is replaced before training begins.
             reference = state.base.clone()
@@ -96,16 +97,17 @@ class BaseKeeper:
                 if too_slow_to_be_current or (claim is None and state.version >= 0):
                     state.snapshot.copy_(reference)
                     progress.note(state.index, state.num_bytes)
-                    return
+                    # What passed while it was fetched may have passed again before we hear of it.
+                    return not too_slow_to_be_current and self.better_claim(state) is None
                 attempts += 1
                 if attempts % SYNC_ROUNDS_BETWEEN_NOTES == 0:
                     self._run.training.send(Waiting("No peer delivers the current base yet; still trying."))
                 await asyncio.sleep(min(2.0, 0.2 * attempts))
                 await refresh()
 
-        await asyncio.gather(*(complete(state) for state in self._run.fragments))
+        current = await asyncio.gather(*(complete(state) for state in self._run.fragments))
         self._partial.clear()
-        self._presence.caught_up = any(self.better_claim(state) is None for state in self._run.fragments)
+        self._presence.caught_up = any(current)
         counts = counts_at_start(self._run.fragments, (samples, steps), contributed)
         if counts[0] > samples:
             # We contributed work that our checkpoint does not know: what we restored is older than that.
@@ -118,7 +120,7 @@ class BaseKeeper:
                 state.drop_undecided(samples, steps)
         if not self._presence.caught_up:
             self._run.training.send(
-                Waiting("The swarm moves on faster than this line fetches: training alone until it has caught up.")
+                Waiting("Fetching took longer than the swarm takes to move on: training alone until it has caught up.")
             )
         self._run.training.send(
             Synced(fragments=[state.meta for state in self._run.fragments], keep=keep, samples=samples, steps=steps)
