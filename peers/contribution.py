@@ -10,14 +10,27 @@ their mean; afterwards what was accepted is taken out of the sum.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 
+from peers.codecs import Codec
 from peers.ledger import PendingSpan
 
-Decoded = tuple[int, int, torch.Tensor]
-"""An element range, and what the others decode of the contribution there."""
+
+@dataclass(frozen=True, slots=True)
+class SentPart:
+    """What a lossy codec made of a contribution's elements ``[start, stop)``, as it went: a fraction of their bytes."""
+
+    start: int
+    stop: int
+    body: bytes | memoryview
+    codec: Codec
+
+    def values(self) -> torch.Tensor:
+        """What the others decode: float32 ``(stop - start,)``."""
+        return self.codec.decode(self.body, self.stop - self.start)
 
 
 class Contribution(Protocol):
@@ -37,12 +50,12 @@ class Contribution(Protocol):
         snapshot: torch.Tensor,
         base: torch.Tensor,
         held: Iterable[tuple[int, int]],
-        decoded: Sequence[Decoded],
+        sent: Sequence[SentPart],
     ) -> None:
         """The contribution is in the next base in the element ranges ``held`` only.
 
         :param base: the old one
-        :param decoded: where a lossy codec changed the contribution on its way; exact elsewhere
+        :param sent: where a lossy codec changed the contribution on its way; exact elsewhere
         """
 
     def given_up(self, snapshot: torch.Tensor) -> None:
@@ -69,7 +82,7 @@ class Difference:
         snapshot: torch.Tensor,
         base: torch.Tensor,
         held: Iterable[tuple[int, int]],
-        decoded: Sequence[Decoded],
+        sent: Sequence[SentPart],
     ) -> None:
         position = 0
         for start, stop in sorted(held):
@@ -77,11 +90,13 @@ class Difference:
                 snapshot[position:start].copy_(base[position:start])
             position = max(position, stop)
         snapshot[position:].copy_(base[position:])
-        for start, stop, values in decoded:
+        for part in sent:
+            values = part.values()
             for low, high in held:
-                first, last = max(start, low), min(stop, high)
+                first, last = max(part.start, low), min(part.stop, high)
                 if first < last:
-                    torch.add(base[first:last], values[first - start : last - start], out=snapshot[first:last])
+                    where = slice(first - part.start, last - part.start)
+                    torch.add(base[first:last], values[where], out=snapshot[first:last])
         for start, stop in self._weightless:
             snapshot[start:stop].copy_(base[start:stop])
 
@@ -112,19 +127,23 @@ class GradientSum:
         snapshot: torch.Tensor,
         base: torch.Tensor,
         held: Iterable[tuple[int, int]],
-        decoded: Sequence[Decoded],
+        sent: Sequence[SentPart],
     ) -> None:
         for start, stop in held:
             exact = torch.ones(stop - start, dtype=torch.bool)
             for span in self._spans:
                 if not span.samples:
                     exact[max(0, span.start - start) : max(0, span.stop - start)] = False
-            for low, high, values in decoded:
+            for part in sent:
+                if part.stop <= start or stop <= part.start:
+                    continue
+                values = part.values()
                 for span in self._spans:
-                    first, last = max(start, low, span.start), min(stop, high, span.stop)
+                    first, last = max(start, part.start, span.start), min(stop, part.stop, span.stop)
                     if first < last:
                         exact[first - start : last - start] = False
-                        snapshot[first:last].sub_(values[first - low : last - low] * float(span.samples))
+                        where = slice(first - part.start, last - part.start)
+                        snapshot[first:last].sub_(values[where] * float(span.samples))
             snapshot[start:stop][exact] = 0.0
 
     def given_up(self, snapshot: torch.Tensor) -> None:

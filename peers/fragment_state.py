@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from peers.arena import SharedArena
-from peers.contribution import Contribution, Decoded, Difference
+from peers.contribution import Contribution, Difference, SentPart
 from peers.fragments import FragmentLayout
 from peers.ledger import Ledger, PendingSpan
 from peers.lineage import Claim
@@ -61,8 +61,8 @@ class FragmentState:
         """Peers that made our base with us; for a while they stand behind it before their records say so."""
         self.average_residual = AverageResidual()
         self._contribution = contribution or Difference()
-        self.decoded: list[Decoded] = []
-        """What codecs made of the contribution of ``taken``. The round appends to it; the next one has its own."""
+        self.sent: list[SentPart] = []
+        """What a lossy codec made of the contribution of ``taken``. Its round appends to it; the next has its own."""
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +106,7 @@ class FragmentState:
 
     def contribution(self, spans: Sequence[PendingSpan]) -> torch.Tensor:
         """What the snapshot brings for what is pending: a new float32 tensor ``(size,)``."""
-        self.decoded = []
+        self.sent = []
         return self._contribution.values(self.snapshot, self.base, spans)
 
     def give_up(self) -> None:
@@ -153,7 +153,7 @@ class FragmentState:
         entry, held = receipt.ranges_of(own_id)
         total = self.total_element_samples + element_samples(plan, parts)
         history = extend_history(self.history, receipt)
-        self._contribution.accepted(self.snapshot, self.base, held, list(self.decoded))
+        self._contribution.accepted(self.snapshot, self.base, held, list(self.sent))
         try:
             outer.step(self.base, self.outer_state, average, version, (self.base, self.outer_state))
             digest = base_digest(
@@ -204,7 +204,7 @@ class FragmentState:
             elif not self.ledger.knows(ranges, entry.samples):
                 keep = False  # counted from a snapshot that we no longer have
             self._credit(ranges, entry, receipt.tick)
-        self._contribution.accepted(self.snapshot, self.base, held, list(self.decoded))
+        self._contribution.accepted(self.snapshot, self.base, held, list(self.sent))
         self.average_residual.replace({})  # it may be in this base already
         if not keep:
             self.give_up()

@@ -18,7 +18,7 @@ import torch
 from hivemind.p2p import PeerID
 
 from peers.closing import ClosingTimes, RateMeter
-from peers.contribution import Decoded
+from peers.contribution import SentPart
 from peers.messages import (
     Average,
     AveragedPart,
@@ -96,7 +96,7 @@ class Round:
         self._times, self._rules, self._on_arrival = times, rules, on_arrival
         # Reducers of another group wait for their members until the deadline before they send their sum.
         self._last_seconds = times.deadline_seconds * (2.0 if len(plan.groups) > 1 else 1.0)
-        self.decoded: list[Decoded] = []
+        self.lossy: list[SentPart] = []
         """What a lossy codec made of the contribution where it has been sent; grows until the last duty is done."""
         self._average = torch.zeros(plan.size)
         self.reducer = PartReducer(plan, own_index, rules, self._average, residual)
@@ -305,13 +305,14 @@ class Round:
         return reason
 
     async def _parts_for(self, share: Share) -> AsyncIterator[Part]:
+        codec = self._rules.codec
         for part, (start, stop) in enumerate(share.parts):
             try:
-                body, decoded = await off_loop(stop - start, self._encode, start, stop)
+                body = await off_loop(stop - start, codec.encode, self._contribution[start:stop])
             except ValueError:
                 return  # not finite: the reducer goes on without us, and still gives us its averages
-            if decoded is not None:
-                self.decoded.append((start, stop, decoded))
+            if not codec.lossless:
+                self.lossy.append(SentPart(start, stop, body, codec))
             self.bytes_sent += len(body)
             self._sent[start, stop] = len(body)
             yield Part(PartHeader(group_id=self.plan.group_id, part=part), body)
@@ -328,12 +329,6 @@ class Round:
             self._sent[part.start, part.stop] = len(body)
             included = mask_of(part.included, len(self.plan.members))
             yield Part(PartHeader(group_id=self.plan.group_id, part=number, included=included), body)
-
-    def _encode(self, start: int, stop: int) -> tuple[bytes | memoryview, torch.Tensor | None]:
-        """A part's body, and what it decodes to if that is something else."""
-        values, codec = self._contribution[start:stop], self._rules.codec
-        body = codec.encode(values)
-        return body, None if codec.lossless else codec.decode(body, stop - start)
 
     async def _receive(
         self, reducer: PeerID, requests: AsyncIterator[Part], expected: Sequence[int], share: Share, take: TakeAverage

@@ -356,7 +356,7 @@ class RoundKeeper:
         self._register.add(current)
         state.unresolved_mates |= {str(member.peer_id) for member in plan.members}
         state.contributes(plan.tick)
-        state.decoded = current.decoded
+        state.sent = current.lossy
         began = self._run.clock.now()
         try:
             result = await current.run()

@@ -153,8 +153,8 @@ def hold(network: Network, contributions: Sequence[torch.Tensor]) -> list[RoundR
         await asyncio.gather(*network.pumps, return_exceptions=True)
         for index, contribution in enumerate(contributions):
             network.sent[index] = contribution.clone()
-            for start, stop, decoded in network.rounds[index].decoded:
-                network.sent[index][start:stop] = decoded
+            for part in network.rounds[index].lossy:
+                network.sent[index][part.start : part.stop] = part.values()
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, RoundVoid):
                 raise outcome

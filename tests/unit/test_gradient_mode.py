@@ -18,7 +18,8 @@ from p2p_trainer.tasks import Task
 from p2p_trainer.tasks.base import Batch
 from p2p_trainer.tasks.digits import create as create_digits
 from peers.arena import SharedArena
-from peers.contribution import Difference, GradientSum, shares
+from peers.codecs import get_codec
+from peers.contribution import Difference, GradientSum, SentPart, shares
 from peers.fragment_state import FragmentState
 from peers.fragments import cut, gather_fragment
 from peers.ledger import Ledger, PendingSpan
@@ -158,7 +159,7 @@ class Group:
         if lose:
             return
         for index, state in enumerate(states):
-            state.decoded = network.rounds[index].decoded
+            state.sent = network.rounds[index].lossy
         for each, state, result in zip(self.peers, states, results, strict=True):
             state.commit(each.outer, plan, result.average, result.parts, each.id.to_bytes())
             each.mode.rebase(fragment, True)
@@ -364,5 +365,6 @@ def test_a_contribution_of_no_samples_is_zero_and_leaves_what_there_was() -> Non
     snapshot = torch.tensor([1.0, 2.0, 5.0, 10.0])
     gradients = GradientSum()
     assert gradients.values(snapshot, base, spans).tolist() == [0.0, 0.0, 1.0, 2.0]
-    gradients.accepted(snapshot, base, [(0, 4)], [(2, 3, torch.tensor([0.5]))])
+    body = get_codec("float16").encode(torch.tensor([0.5]))
+    gradients.accepted(snapshot, base, [(0, 4)], [SentPart(2, 3, body, get_codec("float16"))])
     assert snapshot.tolist() == [1.0, 2.0, 2.5, 0.0]
