@@ -100,6 +100,8 @@ class PeerProfile(_Record):
     """Swarm time, unix seconds."""
     restart: int = Field(ge=0, le=2**31)
     """How often this identity has started in this run."""
+    cadence: Literal[1, 2, 4] = 1
+    """It takes part in every round of a fragment, every second or every fourth."""
 
     def to_payload(self) -> bytes:
         """Raises: RecordError if it is bigger than validators accept."""

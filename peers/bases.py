@@ -13,7 +13,7 @@ from peers.base_server import BaseServer
 from peers.context import RunContext
 from peers.donors import DonorRecords
 from peers.fragment_state import FragmentState, counts_at_start
-from peers.lineage import Claim, choose_base
+from peers.lineage import Claim, choose_base, in_step
 from peers.messages import BaseAnswer, BaseRequest, BaseRequestHeader
 from peers.pipe import Event, Rebased, Synced, Syncing, Waiting
 from peers.presence import Presence
@@ -49,6 +49,8 @@ class BaseKeeper:
         self._partial: dict[int, PartialBase] = {}
         """By fragment: what has arrived of a base that no donor delivered whole yet."""
         self._replacing: set[int] = set()
+        self._seen: dict[int, tuple[Claim, float]] = {}
+        """By fragment: the better claim, and since when we know of it."""
         self._last_keep = 0.0
 
     async def serve(self) -> None:
@@ -142,13 +144,16 @@ class BaseKeeper:
         claims = {peer: claim for peer, claim in claims.items() if self._donors.believed(peer)} or claims
         training = self._presence.present()
         claims = {peer: claim for peer, claim in claims.items() if peer in training} or claims
+        cadences = self._presence.view.cadences()
+        votes = in_step(claims, {peer: cadences[peer] for peer in claims})
+        behind = claims.keys() - votes.keys()
         return choose_base(
             state.claim if state.version >= 0 else None,
-            claims,
+            votes,
             possible_versions=self._run.schedule.possible_versions(self._run.clock.now()),
             groupmates=state.unresolved_mates,
             ancestors=state.ancestors,
-            backers=state.backers if self._run.clock.now() < state.backed_until else (),
+            backers=state.backers - behind if self._run.clock.now() < state.backed_until else (),
         )
 
     def catch_up(self) -> None:
@@ -159,10 +164,13 @@ class BaseKeeper:
         behind = []
         for state in self._run.fragments:
             if not state.busy.locked() and state.index not in self._replacing:
-                if self.better_claim(state) is not None:
-                    behind.append(state)
+                claim = self.better_claim(state)
+                if claim is not None:
+                    if self._is_time_for(state, claim, now):
+                        behind.append(state)
                 else:
                     self._partial.pop(state.index, None)
+                    self._seen.pop(state.index, None)
                     if not self._presence.caught_up:
                         self._presence.caught_up = True
                         self._presence.changed.set()
@@ -175,6 +183,14 @@ class BaseKeeper:
         for state in behind[: max(0, self._fetches_at_once - len(self._replacing))]:
             self._replacing.add(state.index)
             self._run.tasks.spawn(self._replace_base(state))
+
+    def _is_time_for(self, state: FragmentState, claim: Claim, now: float) -> bool:
+        """Whether to fetch a better base now. Who skips rounds waits for the base that its next round starts from."""
+        if self._seen.get(state.index, (None, now))[0] != claim:
+            self._seen[state.index] = (claim, now)
+        if self._presence.leaving():
+            return True  # now or never
+        return self._presence.cadence.wants_base(state.index, self._seen[state.index][1], now)
 
     def _ticks_left(self, state: FragmentState, now: float) -> int:
         """Ticks until the fragment's next round."""

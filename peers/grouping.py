@@ -97,7 +97,8 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
 
     :param size: elements of the fragment
     :param possible_samples: more than this nobody can have processed by now
-    :param present: the training peers known now, as base58 ids, without ourselves: what a quorum is counted against
+    :param expected: the training peers known now that take part in a tick's round, as base58 ids, without ourselves:
+        what a quorum is counted against
     :param silent_leaders: those that accepted us and never began, or began nonsense, are not followed for a while
     """
 
@@ -111,11 +112,11 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         servicer_type: type[ServicerBase],
         matchmaking_seconds: float,
         size: int,
-        present: Callable[[], Collection[str]],
+        expected: Callable[[int], Collection[str]],
         possible_samples: Callable[[], float],
         silent_leaders: Reliability,
     ) -> None:
-        self._present = present
+        self._expected = expected
         self._silent_leaders = silent_leaders
         self._size = size
         self._possible_samples = possible_samples
@@ -139,7 +140,9 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
     def min_group_size(self) -> int:
         """As many as are here if they are a quorum, else one more than are here."""
         members = {str(self.peer_id), *(str(peer) for peer in self.current_followers)}
-        everyone = {str(self.peer_id), *self._present()}
+        if self._search is None:
+            return len(members) + 1
+        everyone = {str(self.peer_id), *self._expected(self._search.tick)}
         return len(members) if has_quorum(members, everyone) else len(members) + 1
 
     @min_group_size.setter
@@ -159,7 +162,8 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         members = self._members(group.peer_ids, group.gathered, search) if group is not None else None
         if group is None or members is None:
             return None
-        if not has_quorum({str(member.peer_id) for member in members}, {str(self.peer_id), *self._present()}):
+        everyone = {str(self.peer_id), *self._expected(search.tick)}
+        if not has_quorum({str(member.peer_id) for member in members}, everyone):
             return None  # the leader's word is not enough: a group of too few could make a rival base
         return group.group_id, members
 

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from peers.cadence import lowest
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
@@ -66,6 +68,19 @@ def choose_base(
         if 2 * count > everyone and count > support_of_own and claim != own and claim.digest not in ancestors
     ]
     return max(better, key=lambda claim: (votes[claim], claim.rank), default=None)
+
+
+def in_step(claims: Mapping[str, Claim], cadences: Mapping[str, int]) -> dict[str, Claim]:
+    """The claims that say where the swarm is: without those of peers that skip rounds and so are behind.
+
+    Those with the lowest cadence make every version. What this does not stop: a few fast peers decide for many slow
+    ones, if they lie together.
+
+    :param cadences: of the same peers
+    """
+    steady = lowest(cadences)
+    newest = max((claims[peer].version for peer in steady), default=0)
+    return {peer: claim for peer, claim in claims.items() if peer in steady or claim.version >= newest}
 
 
 def has_quorum(members: Collection[str], present: Collection[str]) -> bool:

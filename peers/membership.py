@@ -38,6 +38,10 @@ class View:
         """
         return frozenset(peer for peer, member in self.members.items() if member.profile.status == "training")
 
+    def cadences(self) -> dict[str, int]:
+        """In which of the rounds peers take part."""
+        return {peer: member.profile.cadence for peer, member in self.members.items()}
+
     def claims(self, fragment: int) -> dict[str, Claim]:
         """What peers announce for one fragment."""
         return {peer: member.claims[fragment] for peer, member in self.members.items() if fragment < len(member.claims)}

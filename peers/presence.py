@@ -19,6 +19,7 @@ from dht_config.address import Address, parse_addresses
 from dht_config.errors import IdentityError
 from dht_config.keys import manifest_key, profiles_key, run_manifest_key, states_key
 from dht_config.records import FragmentClaim, PeerProfile, SwarmState, software_version
+from peers.cadence import Cadence, is_due
 from peers.context import RunContext
 from peers.contribution import shares
 from peers.daemon import answers_elsewhere, dial, refuses
@@ -66,6 +67,7 @@ class Presence:
         self.caught_up = False
         """Whether our base of any fragment has been the swarm's. Before that nobody should count on us: on a line too
         slow to keep up, a peer that rounds wait for would hold everybody up."""
+        self.cadence = Cadence(run.schedule)
         self._own_record: Member | None = None
         self._known: set[str] = set()
         self._dead: dict[str, float] = {}
@@ -111,6 +113,7 @@ class Presence:
             addresses=self._run.addresses[:16],
             joined_at=self._joined_at,
             restart=self._run.settings.restart,
+            cadence=self.cadence.announced,
         )
         own = self._run.own_id
         expiration = self._expiration(RECORD_SECONDS)
@@ -221,6 +224,11 @@ class Presence:
             peer for peer in self.view.training() if self._dead.get(peer, 0.0) < self.view.members[peer].expires
         )
 
+    def expected(self, tick: int) -> frozenset[str]:
+        """Those of them that take part in a tick's round, by the cadences that they announce."""
+        cadences = self.view.cadences()
+        return frozenset(peer for peer in self.present() if is_due(self._run.schedule, tick, cadences[peer]))
+
     async def look_for_dead(self, peers: Collection[str]) -> None:
         """Find out which of the peers that failed us ended: their machine answers, but nobody listens there any more.
 
@@ -237,14 +245,14 @@ class Presence:
 
         await asyncio.gather(*(look(peer) for peer in peers))
 
-    async def confirm_alone(self, begins: float) -> None:
+    async def confirm_alone(self, tick: int, begins: float) -> None:
         """Look again when the tick begins: whoever joins its round has announced itself by then. :raises RoundVoid:"""
         await asyncio.sleep(max(0.0, begins - self._run.clock.now()))
         try:
             await self.refresh()
         except TRANSPORT_ERRORS as error:
             raise RoundVoid("the records of other peers could not be read") from error
-        if self.present():
+        if self.expected(tick):
             raise RoundVoid("another peer has just joined; averaging with it from the next round on")
         neighbours = list(self._run.node.protocol.routing_table.uid_to_peer_id.values())[:ALONE_NEIGHBOURS]
         if any(await asyncio.gather(*(self._run.node.protocol.call_ping(peer) for peer in neighbours))):

@@ -16,6 +16,7 @@ from hivemind.p2p import PeerID
 from dht_config.keys import matchmaking_prefix
 from dht_config.records import MAX_DISTRUSTED, MAX_SPANS, RoundAnnouncement, sign_announcement
 from peers.bases import BaseKeeper
+from peers.cadence import LineUse
 from peers.closing import LinkRate, Reliability, TransferTimes, closing_times
 from peers.codecs import get_codec
 from peers.context import RunContext
@@ -49,6 +50,8 @@ LEADER_DISTRUST_DOUBLINGS = 2
 """A leader that nobody follows takes part in no round: it may just have been slow."""
 DEFERENCE_SECONDS = 0.25
 """Who found nobody offers to begin the next group so much later, and so follows whoever leads."""
+LIMITING = 0.5
+"""A rate below this part of the others' rates together is our own line's."""
 KEPT_SNAPSHOTS = 2
 """Of rounds that brought no result here: if others counted us, what was trained since then can be kept."""
 MAX_SAMPLES_PER_SECOND = 1e6
@@ -72,7 +75,7 @@ class RoundKeeper:
         self._run, self._presence, self._bases, self._transport = run, presence, bases, transport
         averaging = run.manifest.averaging
         self._outer = build_outer_optimizer(run.manifest.outer_optimizer)
-        gradient = averaging.mode == "gradient"
+        gradient = self._gradient = averaging.mode == "gradient"
         self._rules = Rules(
             codec=get_codec(averaging.codec),
             answer_codec=get_codec(averaging.answer_codec),
@@ -98,7 +101,7 @@ class RoundKeeper:
                 servicer_type=SwarmServicer,
                 matchmaking_seconds=averaging.matchmaking_seconds,
                 size=state.size,
-                present=presence.present,
+                expected=presence.expected,
                 possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
                 silent_leaders=silent_leaders,
             )
@@ -140,8 +143,11 @@ class RoundKeeper:
             "attempts": 0,
             "bytes_sent": 0,
             "bytes_received": 0,
+            "cadence": self._presence.cadence.announced,
         }
-        if state.busy.locked():
+        if not self._presence.cadence.is_due(tick):
+            report["reason"] = f"on its line this peer takes part in 1 of {report['cadence']} rounds"
+        elif state.busy.locked():
             report["reason"] = "the previous round or a fetch of this fragment is still under way"
         else:
             async with state.busy:
@@ -161,6 +167,7 @@ class RoundKeeper:
         begins = self._run.schedule.begins(tick)
         better = self._bases.better_claim(state)
         if better is not None:
+            self._took_part(tick, late=True)
             raise RoundVoid(f"the swarm is at version {better.version}; fetching it first")
         self._forget_snapshots(state)
         taken = await self._run.training.snapshot(state, max(0.1, begins - self._run.clock.now()))
@@ -265,7 +272,10 @@ class RoundKeeper:
         self._presence.changed.set()
         report["outcome"] = "committed"
         report["seconds"] = self._run.clock.now() - began
-        if any(own_index not in part.included for part in parts):
+        late = any(own_index not in part.included for part in parts)
+        if len(members) > 1:
+            self._took_part(brought.tick, late=late)
+        if late:
             report["reason"] = "some parts closed without us; their contribution is carried on"
         await self._run.training.rebased(state, True, rebased)
         state.forget_snapshot()
@@ -289,10 +299,10 @@ class RoundKeeper:
         self, attempt: int, begins: float, state: FragmentState, brought: _Brought
     ) -> tuple[bytes, tuple[GroupMember, ...]]:
         """The group for this round: ourselves if the records show that we are alone. :raises RoundVoid:"""
-        present, taken, spans = self._presence.present(), brought.taken, brought.spans
+        expected, taken, spans = self._presence.expected(brought.tick), brought.taken, brought.spans
         me = GroupMember(peer_id=self._run.p2p.peer_id, spans=spans, samples=taken.samples, steps=taken.steps)
-        if not present:
-            await self._presence.confirm_alone(begins)
+        if not expected:
+            await self._presence.confirm_alone(brought.tick, begins)
             return b"alone", (me,)
         announcement = RoundAnnouncement(
             fragment=state.index,
@@ -321,11 +331,11 @@ class RoundKeeper:
         found = await self._matchmaking[key].find(search)
         self._found_nobody = found is None
         if found is None:
-            await self._presence.look_for_dead(present)
-            if not self._presence.present():
-                await self._presence.confirm_alone(begins)
+            await self._presence.look_for_dead(expected)
+            if not self._presence.expected(brought.tick):
+                await self._presence.confirm_alone(brought.tick, begins)
                 return b"alone", (me,)
-            raise _Lost(f"no group of enough of the {len(present) + 1} training peers came together")
+            raise _Lost(f"no group of enough of the {len(expected) + 1} training peers came together")
         return found
 
     async def _all_reduce(
@@ -368,13 +378,40 @@ class RoundKeeper:
             if now - began <= current.longest_seconds + AWAKE_SECONDS:
                 # A round that failed for want of time is a measurement as well: the next one waits longer.
                 self._round_times.note(transfer_bytes, now - began)
-                self._link_rate.note(current.meter.bytes_per_second)
+                self._note_rate(plan, current.meter.bytes_per_second)
                 self._judge(current, now)
             report.update(
                 bytes_sent=report["bytes_sent"] + current.bytes_sent,
                 bytes_received=report["bytes_received"] + current.bytes_received,
             )
         return result, current.reducer.left_out
+
+    def _note_rate(self, plan: RoundPlan, bytes_per_second: float) -> None:
+        """Our line may be what limited a round only if it carried much less than the others' lines together do."""
+        self._link_rate.note(bytes_per_second)
+        rate = self._link_rate.megabits_per_second
+        own = self._run.p2p.peer_id
+        others = sum(member.kilobits_per_second for member in plan.members if member.peer_id != own)
+        if self._gradient:
+            changed = False  # its steps want everybody's samples
+        elif rate is None or bytes_per_second <= 0 or 1000 * rate > LIMITING * others:
+            changed = self._presence.cadence.unlimited(plan.tick)
+        else:
+            use = LineUse(
+                round_bytes=max(
+                    codec.encoded_bytes(plan.size) for codec in (self._rules.codec, self._rules.answer_codec)
+                ),
+                base_bytes=self._run.fragments[plan.fragment].num_bytes,
+                bytes_per_second=rate * 1e6 / 8,
+                tick_seconds=self._run.schedule.tick_seconds,
+            )
+            changed = self._presence.cadence.measured(use, plan.tick)
+        if changed:
+            self._presence.changed.set()
+
+    def _took_part(self, tick: int, *, late: bool) -> None:
+        if not self._gradient and self._presence.cadence.took_part(tick, late=late):
+            self._presence.changed.set()
 
     def _judge(self, current: Round, now: float) -> None:
         """Remember who answered and who did not; if nobody did, it may have been our own line."""

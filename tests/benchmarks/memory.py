@@ -42,7 +42,7 @@ PER_LAYER = 12
 """A llama layer of width h with a feed-forward of 8/3 h has about 12 h² parameters."""
 
 
-def manifest(megaparams: float, tick_seconds: float) -> str:
+def manifest(megaparams: float, tick_seconds: float, codec: str) -> str:
     layers = 8
     width = round(math.sqrt(megaparams * 1e6 / (PER_LAYER * layers)) / 64) * 64
     lines = {
@@ -54,6 +54,7 @@ def manifest(megaparams: float, tick_seconds: float) -> str:
         "num_attention_heads": width // 64,
         "sequence_length": 16,
         "batch_size": 1,
+        "mode": f'"local"\ncodec = "{codec}"\nanswer_codec = "{codec}"',
     }
     text = []
     for line in example_manifest("stdlib-text").splitlines():
@@ -112,12 +113,12 @@ def arena_bytes(process: psutil.Process) -> int:
     return 0
 
 
-def measure(megaparams: float, rounds: int, tick_seconds: float) -> dict[str, Any]:
+def measure(megaparams: float, rounds: int, tick_seconds: float, codec: str) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(prefix="memory-"))
     peers: list[Volunteer] = []
     try:
         path, invite = directory / "run.toml", directory / "invite"
-        path.write_text(manifest(megaparams, tick_seconds))
+        path.write_text(manifest(megaparams, tick_seconds, codec))
         peers.append(
             Volunteer(
                 directory / "bootstrap", str(path), "bootstrap", "--host", "127.0.0.1", "--invite-file", str(invite)
@@ -171,7 +172,9 @@ def measure(megaparams: float, rounds: int, tick_seconds: float) -> dict[str, An
         return {
             "parameters": parameters,
             "fragments": FRAGMENTS,
+            "codec": codec,
             "rounds": rounds,
+            "most_snapshots_at_once": round((max(shared) - bases) / fragment_bytes),
             "program_bytes": before,
             "bases_and_outer_state_bytes_per_parameter": min(shared) / parameters,
             "peak_arena_bytes_per_parameter": max(shared) / parameters,
@@ -211,9 +214,10 @@ def main() -> None:
     parser.add_argument("--megaparams", type=float, default=100.0)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tick-seconds", type=float, default=6.0)
+    parser.add_argument("--codec", default="float32", help="of contributions and averages")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    result = measure(arguments.megaparams, arguments.rounds, arguments.tick_seconds)
+    result = measure(arguments.megaparams, arguments.rounds, arguments.tick_seconds, arguments.codec)
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

@@ -16,6 +16,8 @@ from hivemind.p2p import PeerID
 
 from peers.arena import SharedArena
 from peers.bases import BaseKeeper
+from peers.cadence import Cadence
+from peers.clock import Schedule
 from peers.fragment_state import FragmentState
 from peers.fragments import FragmentLayout
 from peers.ledger import Ledger
@@ -76,15 +78,21 @@ class Peer:
             settings=SimpleNamespace(role="training"),
             signed_manifest=SimpleNamespace(initial_digests=(bytes(32), bytes(32))),
             manifest=SimpleNamespace(averaging=SimpleNamespace(mode="local")),
-            schedule=SimpleNamespace(possible_versions=lambda now: 1000, cycle_seconds=swarm.cycle_seconds),
+            schedule=swarm.schedule,
             training=SimpleNamespace(send=self.told.append, begun=None),
             own_id=self.id.to_bytes(),
         )
         presence = SimpleNamespace(
-            view=SimpleNamespace(claims=lambda fragment: swarm.claims(fragment, self.name)),
+            view=SimpleNamespace(
+                claims=lambda fragment: swarm.claims(fragment, self.name),
+                cadences=lambda: {str(peer.id): 1 for peer in swarm.peers.values()},
+            ),
             present=swarm.training,
+            leaving=lambda: swarm.leaving,
             refresh=swarm.refresh,
             caught_up=False,
+            changed=asyncio.Event(),
+            cadence=Cadence(swarm.schedule),
         )
         self.presence = presence
         self.keeper = BaseKeeper(run, presence, self.line)  # type: ignore[arg-type]
@@ -131,7 +139,8 @@ class Swarm:
     """Peers that hold bases, and those that come."""
 
     def __init__(self, *, cycle_seconds: float = 1e9) -> None:
-        self.cycle_seconds = cycle_seconds
+        self.schedule = Schedule(start_seconds=-1000 * cycle_seconds, tick_seconds=cycle_seconds / 2, fragments=2)
+        self.leaving: frozenset[str] = frozenset()
         self.peers: dict[str, Peer] = {}
         self.calls: list[tuple[str, str]] = []
         self.tamper: Tamper = lambda donor, asker, answer: answer

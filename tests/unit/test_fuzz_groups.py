@@ -131,7 +131,7 @@ class Follower:
             servicer_type=Leader,
             matchmaking_seconds=SEARCH_SECONDS,
             size=SIZE,
-            present=lambda: [str(self.leader.peer_id)],
+            expected=lambda tick: [str(self.leader.peer_id)],
             possible_samples=lambda: POSSIBLE_SAMPLES,
             silent_leaders=self.silent,
         )

@@ -1,0 +1,141 @@
+"""How often a peer takes part in rounds: in every one, every second or every fourth of a fragment.
+
+A round goes at the pace of the slowest line in it, so a peer whose line needs most of a tick for a round skips some of
+them, trains on, and fetches the base that the others made before its next one. Cadences are nested: whoever takes part
+in every fourth round meets everybody who takes part in every second, and those all others. So in each round that
+anybody holds there are the peers with the lowest cadence: they make every version, and there is one line of bases.
+
+Fragments are staggered, so that a slow line carries something all the time instead of everything at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from peers.clock import Schedule
+
+CadenceValue = Literal[1, 2, 4]
+CADENCES: tuple[CadenceValue, ...] = (1, 2, 4)
+SHARE_OF_LINE = 0.8
+"""Rounds and the fetching between them may take this much of a line's time."""
+STEADY = 0.8
+"""A cadence is lowered only if it would do at this part of the measured rate: not to and fro."""
+PATIENCE_CYCLES = 1 / 3
+"""A round has brought its base after this time, or has failed."""
+LATE_IN_A_ROW = 3
+"""Rounds that closed without a peer's contribution before it takes part less often."""
+IN_TIME_IN_A_ROW = 4
+"""Rounds in time before a peer tries to take part more often again."""
+
+
+def is_due(schedule: Schedule, tick: int, cadence: int) -> bool:
+    """Whether a peer of this cadence takes part in a tick's round."""
+    return (tick // schedule.fragments + schedule.fragment(tick)) % cadence == 0
+
+
+def lowest(cadences: Mapping[str, int]) -> frozenset[str]:
+    """Those that take part in every round that anybody takes part in."""
+    least = min(cadences.values(), default=1)
+    return frozenset(peer for peer, cadence in cadences.items() if cadence == least)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineUse:
+    """What rounds want of a line, and what it carries."""
+
+    round_bytes: int
+    """Of one round, in the direction that carries more."""
+    base_bytes: int
+    """Of a base with its outer state, which is fetched after each round that was skipped."""
+    bytes_per_second: float
+    tick_seconds: float
+
+    def share(self, cadence: int) -> float:
+        """The part of its time that the line is busy at this cadence; above 1 it cannot keep up."""
+        fetched = self.base_bytes if cadence > 1 else 0
+        return (self.round_bytes + fetched) / (self.bytes_per_second * self.tick_seconds * cadence)
+
+    def least_cadence(self) -> CadenceValue:
+        """The lowest at which the line keeps up; the highest if it never does."""
+        return next((cadence for cadence in CADENCES if self.share(cadence) <= SHARE_OF_LINE), CADENCES[-1])
+
+
+class Cadence:
+    """One peer's own cadence, as it announces it and as it keeps it.
+
+    It is raised at once: the others wait for it once in vain at most. It is lowered only after everybody could read of
+    it for a cycle, at a round in which this peer is due anyhow: two peers that each do not expect the other would both
+    go on alone.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._kept: CadenceValue = 1
+        self._announced: CadenceValue = 1
+        self._since_tick = 0
+        self._late = self._in_time = 0
+
+    @property
+    def announced(self) -> CadenceValue:
+        return self._announced
+
+    def is_due(self, tick: int) -> bool:
+        """Whether we take part in a tick's round; ticks are asked for in order."""
+        if not is_due(self._schedule, tick, self._kept):
+            return False
+        if tick >= self._since_tick + self._schedule.fragments:
+            self._kept = self._announced
+        return True
+
+    def wants_base(self, fragment: int, known_since: float, now: float) -> bool:
+        """Whether to fetch a better base of a fragment now: if our next round starts from it.
+
+        :param known_since: when we heard of that base; before the fragment's last round, another is about to come
+        """
+        schedule = self._schedule
+        if self._kept == 1:
+            return True
+        coming = schedule.next_tick(now)
+        coming += (fragment - schedule.fragment(coming)) % schedule.fragments
+        if not is_due(schedule, coming, self._kept):
+            return False
+        last = schedule.begins(coming - schedule.fragments)
+        return known_since >= last or now >= last + PATIENCE_CYCLES * schedule.cycle_seconds
+
+    def measured(self, use: LineUse, tick: int) -> bool:
+        """What our line is known to carry, while its own rate is what limits it; returns whether this changes ours."""
+        needed = use.least_cadence()
+        cautious = LineUse(
+            round_bytes=use.round_bytes,
+            base_bytes=use.base_bytes,
+            bytes_per_second=STEADY * use.bytes_per_second,
+            tick_seconds=use.tick_seconds,
+        ).least_cadence()
+        if needed > self._announced:
+            return self._set(needed, tick)
+        if cautious < self._announced and self._in_time:
+            return self._set(cautious, tick)
+        return False
+
+    def took_part(self, tick: int, *, late: bool) -> bool:
+        """A round is over, for us in time or not; returns whether this changes our cadence."""
+        self._late, self._in_time = (self._late + 1, 0) if late else (0, self._in_time + 1)
+        position = CADENCES.index(self._announced)
+        if self._late >= LATE_IN_A_ROW and position + 1 < len(CADENCES):
+            return self._set(CADENCES[position + 1], tick)
+        return False
+
+    def unlimited(self, tick: int) -> bool:
+        """Nothing says that our line is what limits rounds; after some of them in time, take part more often."""
+        position = CADENCES.index(self._announced)
+        if self._in_time >= IN_TIME_IN_A_ROW and position:
+            return self._set(CADENCES[position - 1], tick)
+        return False
+
+    def _set(self, cadence: CadenceValue, tick: int) -> bool:
+        self._announced, self._since_tick = cadence, tick
+        self._kept = max(self._kept, cadence)
+        self._late = self._in_time = 0
+        return True

@@ -1,0 +1,168 @@
+"""Cadence: who takes part when, and how a peer comes to its own."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.cadence import (
+    CADENCES,
+    IN_TIME_IN_A_ROW,
+    LATE_IN_A_ROW,
+    SHARE_OF_LINE,
+    Cadence,
+    LineUse,
+    is_due,
+    lowest,
+)
+from peers.clock import Schedule
+from peers.lineage import Claim, choose_base, in_step
+
+SCHEDULE = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=4)
+TICKS = st.integers(0, 2**40)
+cadences = st.sampled_from(CADENCES)
+
+
+@given(TICKS, cadences, cadences, st.integers(1, 64))
+def test_whoever_takes_part_less_often_meets_all_that_do_more_often(
+    tick: int, one: int, other: int, fragments: int
+) -> None:
+    schedule = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=fragments)
+    if is_due(schedule, tick, max(one, other)):
+        assert is_due(schedule, tick, min(one, other))
+
+
+@given(cadences, st.integers(1, 64), st.integers(0, 1000))
+def test_every_fragment_has_one_round_in_so_many(cadence: int, fragments: int, cycle: int) -> None:
+    schedule = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=fragments)
+    for fragment in range(fragments):
+        ticks = [(cycle + later) * fragments + fragment for later in range(cadence)]
+        assert sum(is_due(schedule, tick, cadence) for tick in ticks) == 1
+
+
+def test_fragments_are_staggered() -> None:
+    assert [tick for tick in range(16) if is_due(SCHEDULE, tick, 4)] == [0, 7, 10, 13]
+
+
+def use(bytes_per_second: float, round_bytes: int = 100, base_bytes: int = 200) -> LineUse:
+    return LineUse(round_bytes=round_bytes, base_bytes=base_bytes, bytes_per_second=bytes_per_second, tick_seconds=1.0)
+
+
+def test_a_line_that_carries_every_round_takes_part_in_all() -> None:
+    assert use(1000.0).least_cadence() == 1
+    assert use(100.0 / SHARE_OF_LINE).least_cadence() == 1
+
+
+def test_a_skipped_round_costs_a_base_before_the_next() -> None:
+    assert use(124.0).least_cadence() == 4, "half of (100 + 200) is more than 100"
+    assert use(124.0, base_bytes=0).least_cadence() == 2
+    assert use(1.0).least_cadence() == 4, "there is nothing above"
+
+
+@given(st.floats(1e-3, 1e12), st.floats(1e-3, 1e12), st.integers(1, 2**40), st.integers(0, 2**40))
+def test_a_faster_line_never_takes_part_less_often(one: float, other: float, round_bytes: int, base_bytes: int) -> None:
+    slow, fast = sorted((one, other))
+    assert use(fast, round_bytes, base_bytes).least_cadence() <= use(slow, round_bytes, base_bytes).least_cadence()
+
+
+def due(cadence: Cadence, ticks: range) -> list[int]:
+    return [tick for tick in ticks if cadence.is_due(tick)]
+
+
+def test_it_is_raised_at_once() -> None:
+    cadence = Cadence(SCHEDULE)
+    assert due(cadence, range(4)) == [0, 1, 2, 3]
+    assert cadence.measured(use(50.0), 3)
+    assert cadence.announced == 4
+    assert due(cadence, range(4, 20)) == [7, 10, 13, 16]
+
+
+def test_it_is_lowered_a_cycle_after_everybody_could_read_of_it() -> None:
+    cadence = Cadence(SCHEDULE)
+    cadence.measured(use(50.0), 3)
+    assert due(cadence, range(4, 8)) == [7]
+    cadence.took_part(7, late=False)
+    assert cadence.measured(use(1000.0), 7)
+    assert cadence.announced == 1
+    # Due at 10 by the old cadence, but that is less than a cycle; at 13 the new one begins.
+    assert due(cadence, range(8, 18)) == [10, 13, 14, 15, 16, 17]
+
+
+def test_it_does_not_go_to_and_fro_with_a_rate_at_the_border() -> None:
+    cadence, border = Cadence(SCHEDULE), 100.0 / SHARE_OF_LINE
+    assert cadence.measured(use(0.99 * border), 0)
+    cadence.took_part(1, late=False)
+    assert not cadence.measured(use(1.01 * border), 1)
+    assert cadence.measured(use(1.3 * border), 2)
+
+
+def test_rounds_that_close_without_us_make_us_take_part_less_often() -> None:
+    cadence = Cadence(SCHEDULE)
+    changes = [cadence.took_part(tick, late=True) for tick in range(2 * LATE_IN_A_ROW)]
+    assert changes.count(True) == 2 and cadence.announced == 4
+    assert not any(cadence.took_part(tick, late=True) for tick in range(10))
+
+
+def test_one_late_round_in_between_changes_nothing() -> None:
+    cadence = Cadence(SCHEDULE)
+    assert not any(cadence.took_part(tick, late=bool(tick % LATE_IN_A_ROW)) for tick in range(20))
+    assert cadence.announced == 1
+
+
+def test_after_rounds_in_time_we_take_part_more_often_again_unless_our_line_is_known_to_be_slow() -> None:
+    cadence = Cadence(SCHEDULE)
+    for tick in range(2 * LATE_IN_A_ROW):
+        cadence.took_part(tick, late=True)
+    assert not cadence.unlimited(20)
+    for tick in range(IN_TIME_IN_A_ROW):
+        cadence.took_part(tick, late=False)
+    assert not cadence.measured(use(1.0), 30), "it is at its highest already"
+    assert cadence.unlimited(30)
+    assert cadence.announced == 2
+
+
+def test_the_base_that_the_next_round_starts_from_is_fetched_and_no_other() -> None:
+    cadence = Cadence(SCHEDULE)
+    assert cadence.wants_base(0, known_since=0.0, now=100.0), "in every round: at once"
+    cadence.measured(use(50.0), 0)
+    # Fragment 0: others hold rounds at 4, 8 and 12, this peer its next one at 16.
+    assert not any(cadence.wants_base(0, known_since=now, now=now) for now in (1.0, 4.5, 8.5, 11.9))
+    assert not cadence.wants_base(0, known_since=8.5, now=12.1), "the round of 12 is about to make a newer one"
+    assert cadence.wants_base(0, known_since=12.3, now=12.4), "that is it"
+    assert cadence.wants_base(0, known_since=8.5, now=13.5), "there was no newer one"
+
+
+def claim(version: int, line: bytes = b"a") -> Claim:
+    return Claim(version=version, digest=line * 31 + bytes([version]), total_samples=100 * version)
+
+
+def test_peers_that_skip_rounds_do_not_hold_the_swarm_at_their_base() -> None:
+    """One fast peer goes on; three slow ones follow it when it is their turn, and it does not follow them back."""
+    claims = {"fast": claim(12), "slow 1": claim(10), "slow 2": claim(10)}
+    pace = {"fast": 1, "slow 1": 4, "slow 2": 4}
+    votes = in_step(claims, pace)
+    assert choose_base(claim(10), votes, possible_versions=20) == claim(12)
+    others = {"slow 1": claim(10), "slow 2": claim(10), "slow 3": claim(10)}
+    ancestors = {claim(10).digest, claim(11).digest}
+    votes = in_step(others, dict.fromkeys(others, 4))
+    assert choose_base(claim(12), votes, possible_versions=20, ancestors=ancestors) is None
+
+
+def test_slow_peers_that_are_ahead_count() -> None:
+    """A fast peer that missed the answers of a round learns of it from slow ones that have them."""
+    claims = {"fast": claim(10), "slow 1": claim(11), "slow 2": claim(11), "slow 3": claim(9)}
+    votes = in_step(claims, {"fast": 1, "slow 1": 4, "slow 2": 2, "slow 3": 4})
+    assert set(votes) == {"fast", "slow 1", "slow 2"}
+    assert choose_base(claim(10), votes, possible_versions=20) == claim(11)
+
+
+@pytest.mark.parametrize("pace", CADENCES)
+def test_where_all_have_one_cadence_every_claim_counts(pace: int) -> None:
+    claims = {"a": claim(3), "b": claim(2), "c": claim(1)}
+    assert in_step(claims, dict.fromkeys(claims, pace)) == claims
+    assert lowest(dict.fromkeys(claims, pace)) == set(claims)
+
+
+def test_nobody_is_the_lowest_of_none() -> None:
+    assert in_step({}, {}) == {}
