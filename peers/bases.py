@@ -10,6 +10,8 @@ from hivemind.p2p import PeerID
 
 from peers.base_fetch import BaseFetcher
 from peers.base_server import BaseServer
+from peers.cadence import line_use
+from peers.closing import MEASURABLE_BYTES
 from peers.context import RunContext
 from peers.donors import DonorRecords
 from peers.fragment_state import FragmentState, counts_at_start
@@ -107,8 +109,10 @@ class BaseKeeper:
                 await asyncio.sleep(min(2.0, 0.2 * attempts))
                 await refresh()
 
+        began, expected_bytes = self._run.clock.now(), progress.expected_bytes
         current = await asyncio.gather(*(complete(state) for state in self._run.fragments))
         self._partial.clear()
+        self._note_rate(expected_bytes, self._run.clock.now() - began)
         self._presence.caught_up = any(current)
         counts = counts_at_start(self._run.fragments, (samples, steps), contributed)
         if counts[0] > samples:
@@ -127,6 +131,20 @@ class BaseKeeper:
         self._run.training.send(
             Synced(fragments=[state.meta for state in self._run.fragments], keep=keep, samples=samples, steps=steps)
         )
+
+    def _note_rate(self, fetched_bytes: int, seconds: float) -> None:
+        """The first that is known of our line; if it was the donors' that was slow, rounds will show it."""
+        if self._run.manifest.averaging.mode == "gradient" or fetched_bytes < MEASURABLE_BYTES:
+            return
+        biggest = max(self._run.fragments, key=lambda state: state.size)
+        use = line_use(
+            self._run.manifest.averaging,
+            self._run.schedule,
+            size=biggest.size,
+            base_bytes=biggest.num_bytes,
+            bytes_per_second=fetched_bytes / max(seconds, 1e-6),
+        )
+        self._presence.cadence.measured(use, self._run.schedule.tick_at(self._run.clock.now()))
 
     def better_claim(self, state: FragmentState) -> Claim | None:
         """What we should fetch for this fragment; a version 0 must be the one the organiser signed.
@@ -314,7 +332,7 @@ class _Progress:
     def __init__(self, lacking: list[FragmentState], send: Callable[[Syncing], None]) -> None:
         self._send = send
         self._here = {state.index: 0 for state in lacking}
-        self._expected = sum(state.num_bytes for state in lacking)
+        self.expected_bytes = sum(state.num_bytes for state in lacking)
         self._tell()
 
     def note(self, fragment: int, bytes_here: int) -> None:
@@ -324,4 +342,4 @@ class _Progress:
 
     def _tell(self) -> None:
         if self._here:
-            self._send(Syncing(sum(self._here.values()), self._expected))
+            self._send(Syncing(sum(self._here.values()), self.expected_bytes))

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from dht_config.manifest import AveragingSection
 from peers.clock import Schedule
+from peers.codecs import get_codec
 
 CadenceValue = Literal[1, 2, 4]
 CADENCES: tuple[CadenceValue, ...] = (1, 2, 4)
@@ -60,6 +62,19 @@ class LineUse:
     def least_cadence(self) -> CadenceValue:
         """The lowest at which the line keeps up; the highest if it never does."""
         return next((cadence for cadence in CADENCES if self.share(cadence) <= SHARE_OF_LINE), CADENCES[-1])
+
+
+def line_use(
+    averaging: AveragingSection, schedule: Schedule, *, size: int, base_bytes: int, bytes_per_second: float
+) -> LineUse:
+    """What a run's rounds of a fragment of ``size`` elements want of a line."""
+    codecs = (get_codec(averaging.codec), get_codec(averaging.answer_codec))
+    return LineUse(
+        round_bytes=max(codec.encoded_bytes(size) for codec in codecs),
+        base_bytes=base_bytes,
+        bytes_per_second=bytes_per_second,
+        tick_seconds=schedule.tick_seconds,
+    )
 
 
 class Cadence:

@@ -68,6 +68,7 @@ class Presence:
         """Whether our base of any fragment has been the swarm's. Before that nobody should count on us: on a line too
         slow to keep up, a peer that rounds wait for would hold everybody up."""
         self.cadence = Cadence(run.schedule)
+        self._goodbye = False
         self._own_record: Member | None = None
         self._known: set[str] = set()
         self._dead: dict[str, float] = {}
@@ -100,6 +101,7 @@ class Presence:
 
     async def publish(self, status: Status) -> None:
         """Store our profile and our bases' claims."""
+        self._goodbye = status == "leaving"
         training, progress = self._run.training.begun, self._run.training.progress
         self._rate = progress.samples_per_second or (training.samples_per_second if training else 0.0)
         profile = PeerProfile(
@@ -260,6 +262,9 @@ class Presence:
         elif self._run.clock.now() - self._heard_at < RECORD_SECONDS and not await self._all_are_gone():
             # No records because nobody answers is not the same as nobody being there.
             raise RoundVoid("no other peer answers; waiting to be sure that this one is alone")
+        if self._goodbye:
+            # Whoever reads that goes on without us. Two that leave together would each think so of the other.
+            raise RoundVoid("this peer has said goodbye")
 
     async def _all_are_gone(self) -> bool:
         """Whether everybody we heard of has left or is dead."""

@@ -16,7 +16,7 @@ from hivemind.p2p import PeerID
 from dht_config.keys import matchmaking_prefix
 from dht_config.records import MAX_DISTRUSTED, MAX_SPANS, RoundAnnouncement, sign_announcement
 from peers.bases import BaseKeeper
-from peers.cadence import LineUse
+from peers.cadence import line_use
 from peers.closing import LinkRate, Reliability, TransferTimes, closing_times
 from peers.codecs import get_codec
 from peers.context import RunContext
@@ -149,6 +149,7 @@ class RoundKeeper:
             report["reason"] = f"on its line this peer takes part in 1 of {report['cadence']} rounds"
         elif state.busy.locked():
             report["reason"] = "the previous round or a fetch of this fragment is still under way"
+            self._took_part(tick, late=True)
         else:
             async with state.busy:
                 try:
@@ -397,13 +398,12 @@ class RoundKeeper:
         elif rate is None or bytes_per_second <= 0 or 1000 * rate > LIMITING * others:
             changed = self._presence.cadence.unlimited(plan.tick)
         else:
-            use = LineUse(
-                round_bytes=max(
-                    codec.encoded_bytes(plan.size) for codec in (self._rules.codec, self._rules.answer_codec)
-                ),
+            use = line_use(
+                self._run.manifest.averaging,
+                self._run.schedule,
+                size=plan.size,
                 base_bytes=self._run.fragments[plan.fragment].num_bytes,
                 bytes_per_second=rate * 1e6 / 8,
-                tick_seconds=self._run.schedule.tick_seconds,
             )
             changed = self._presence.cadence.measured(use, plan.tick)
         if changed:

@@ -1,0 +1,105 @@
+"""Being there: whom a round waits for, and when a peer may go on alone."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from dht_config.records import PeerProfile
+from peers.clock import Schedule
+from peers.membership import Member, View
+from peers.presence import Presence
+from peers.round import RoundVoid
+
+SCHEDULE = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=2)
+Status = Literal["syncing", "training", "serving", "leaving"]
+
+
+def member(status: Status = "training", cadence: Literal[1, 2, 4] = 1, expires: float = 1e9) -> Member:
+    profile = PeerProfile(
+        software_version="1",
+        status=status,
+        samples_per_second=1.0,
+        processed_samples=0,
+        credited_samples=0.0,
+        micro_batch=1,
+        device="",
+        joined_at=0.0,
+        restart=0,
+        cadence=cadence,
+    )
+    return Member(profile=profile, expires=expires)
+
+
+class Records(Presence):
+    """Presence whose records are what the test says."""
+
+    def __init__(self, *, neighbours_answer: bool = True) -> None:
+        async def ping(peer: object) -> bool:
+            return neighbours_answer
+
+        async def store(*_: Any, **__: Any) -> bool:
+            return True
+
+        protocol = SimpleNamespace(
+            routing_table=SimpleNamespace(uid_to_peer_id={"neighbour": "neighbour"}), call_ping=ping
+        )
+        run = SimpleNamespace(
+            clock=SimpleNamespace(now=lambda: 100.0),
+            schedule=SCHEDULE,
+            node=SimpleNamespace(protocol=protocol, store=store),
+            settings=SimpleNamespace(run_id="digits-0123456789abcdef", restart=0),
+            training=SimpleNamespace(
+                begun=None, progress=SimpleNamespace(samples_per_second=1.0, samples=0, credited_samples=0.0)
+            ),
+            addresses=(),
+            own_id=b"own",
+            fragments=(SimpleNamespace(version=-1),),
+        )
+        super().__init__(run, heard_from_others=True)  # type: ignore[arg-type]
+
+    def others(self, **members: Member) -> None:
+        self.view = View(read_at=100.0, members=members)
+
+    async def refresh(self) -> None:
+        """The records are as they are."""
+
+
+def alone(records: Records, tick: int) -> bool:
+    try:
+        asyncio.run(records.confirm_alone(tick, begins=0.0))
+    except RoundVoid:
+        return False
+    return True
+
+
+def test_a_round_waits_for_those_who_take_part_in_it() -> None:
+    records = Records()
+    records.others(fast=member(), slow=member(cadence=4), new=member("syncing"), door=member("serving"))
+    assert records.expected(0) == {"fast", "slow"}
+    assert records.expected(2) == {"fast"}, "fragment 0, a cycle later"
+    assert records.present() == {"fast", "slow"}
+
+
+def test_a_fast_peer_goes_on_alone_in_rounds_that_the_slow_ones_skip() -> None:
+    records = Records()
+    records.others(slow=member(cadence=4))
+    assert not alone(records, 0), "the slow one takes part"
+    assert alone(records, 2)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_who_hears_of_nobody_is_alone_only_if_somebody_answers(answers: bool) -> None:
+    assert alone(Records(neighbours_answer=answers), 0) == answers
+
+
+def test_who_has_said_goodbye_makes_no_base_alone() -> None:
+    """Two peers that leave at once each read that the other is gone: both would make a next version."""
+    records = Records()
+    records.others(other=member("leaving"))
+    assert alone(records, 0)
+    asyncio.run(records.publish("leaving"))
+    assert not alone(records, 0)
