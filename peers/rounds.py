@@ -119,13 +119,18 @@ class RoundKeeper:
         """Begin every tick's round in time to find a group by the tick's beginning."""
         if self._run.settings.role == "serving":
             await asyncio.Future()
-        lead = self._run.manifest.averaging.matchmaking_seconds
-        tick = self._run.schedule.next_tick(self._run.clock.now() + lead)
+        tick = self._run.schedule.next_tick(self._run.clock.now() + self._lead_seconds())
         while True:
+            lead = self._lead_seconds()
             await asyncio.sleep(max(0.0, self._run.schedule.begins(tick) - lead - self._run.clock.now()))
             if self._presence.announced:
                 self._run.tasks.spawn(self._hold_round(tick))
             tick = max(tick + 1, self._run.schedule.next_tick(self._run.clock.now() + lead - 0.01))
+
+    def _lead_seconds(self) -> float:
+        """How long before a tick its round begins: time for a snapshot, where training steps are long, and a group."""
+        most = self._run.schedule.cycle_seconds / 2
+        return self._run.manifest.averaging.matchmaking_seconds + min(self._run.training.snapshot_seconds, most)
 
     async def _hold_round(self, tick: int) -> None:
         """One round, from snapshot to commit, and its line in the metrics."""
@@ -203,7 +208,7 @@ class RoundKeeper:
 
     def _forget_snapshots(self, state: FragmentState) -> None:
         """Of rounds without a result, the oldest first, if there are many: memory is for a few at a time."""
-        idle = [other for other in self._run.fragments if other.taken is not None and not other.busy.locked()]
+        idle = [other for other in self._run.fragments if (other.taken or other.late) and not other.busy.locked()]
         idle.sort(key=lambda other: (other.index - state.index) % len(self._run.fragments))
         for other in idle[: max(0, len(idle) - KEPT_SNAPSHOTS)]:
             other.forget_snapshot()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,6 +11,8 @@ from peers.fragment_state import FragmentState
 from peers.pipe import BeginTraining, Progress, Quiet, Rebase, Rebased, SnapshotTaken, TakeSnapshot
 
 Reply = TypeVar("Reply")
+
+RECENT_SNAPSHOTS = 8
 
 
 class TrainingLink:
@@ -23,7 +26,13 @@ class TrainingLink:
         self.begun: BeginTraining | None = None
         self.progress = Progress(samples=0, steps=0, credited_samples=0.0, samples_per_second=0.0)
         self._replies: dict[tuple[type, int], asyncio.Future[Any]] = {}
+        self._snapshot_seconds: deque[float] = deque(maxlen=RECENT_SNAPSHOTS)
         self._quiet: list[FragmentState] = []
+
+    @property
+    def snapshot_seconds(self) -> float:
+        """How long the slowest of recent snapshots was waited for: training answers between its (micro-)batches."""
+        return max(self._snapshot_seconds, default=0.0)
 
     def answered(self, message: SnapshotTaken | Rebased) -> None:
         """Training answered a request."""
@@ -48,7 +57,10 @@ class TrainingLink:
             taken, state.late = state.late, None
             return taken
         state.taken = None  # the snapshot it describes is about to be overwritten
+        now = asyncio.get_running_loop().time
+        began = now()
         asked = self._ask(TakeSnapshot(state.index), SnapshotTaken, state.index)
+        asked.add_done_callback(lambda _: self._snapshot_seconds.append(now() - began))
         try:
             return await asyncio.wait_for(asyncio.shield(asked), timeout_seconds)
         except asyncio.TimeoutError:
