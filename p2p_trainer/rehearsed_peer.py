@@ -198,16 +198,17 @@ def _solo(event: Event) -> float | None:
 
 
 def counted_samples(account: Account, cycle_seconds: float) -> float:
-    """Credited samples, and those pending for less than a cycle when training ended.
+    """Credited samples, and those pending for less than a cycle when training ended, or so many as the peer's cadence.
 
-    A fragment's samples wait for its next round, one cycle at most: that is no loss, but it would be one to count
-    more than a cycle's worth.
+    A fragment's samples wait for its next round: that is no loss, but it would be one to count more.
     """
     if not account.stays:
         return 0.0
     last = account.stays[-1]
     points = _progress(last)
-    recent = _processed_at(points, last.ended) - _processed_at(points, last.ended - cycle_seconds)
+    rounds = [cadence for event in of_kind(last.events, "round") if (cadence := number(event, "cadence"))]
+    wait_seconds = cycle_seconds * (rounds[-1] if rounds else 1.0)
+    recent = _processed_at(points, last.ended) - _processed_at(points, last.ended - wait_seconds)
     parameters = sum(weight for weight, _ in account.pending_by_fragment)
     if not parameters:
         return account.credited

@@ -96,7 +96,7 @@ class Report:
     fragments: int
     tick_seconds: float
     efficiency: float
-    """Samples credited, or pending for less than one cycle, over what the peers do alone in their windows."""
+    """Samples credited, or pending for a peer's next round, over what the peers do alone in their windows."""
     credited_efficiency: float
     """The same with credited samples alone."""
     digests_agree: bool

@@ -103,6 +103,13 @@ def test_efficiency_is_what_a_pencil_gives() -> None:
     assert report.efficiency == pytest.approx(((400 + 113) / 10 + (190 + 8) / 10) / 80)
 
 
+def test_samples_of_a_peer_that_skips_rounds_wait_for_longer() -> None:
+    paced = [dict(one, cadence=2) if one["event"] == "round" else one for one in fast_peer()]
+    # 14 s, 232 samples, is two cycles before its end: of fragment 0's 260 pending samples all are younger.
+    report = report_of(paced)
+    assert report.efficiency == pytest.approx((400 + (100 * 260 + 300 * 100) / 400) / 10 / 60)
+
+
 def test_a_peer_is_described_by_its_own_metrics() -> None:
     fast, slow = report_of(fast_peer(), slow_peer()).peers
     assert (fast.solo_samples_per_second, fast.swarm_samples_per_second) == (60.0, pytest.approx(54.0))
