@@ -238,6 +238,9 @@ def rehearse(
     ] = None,
     run_option: Annotated[str | None, typer.Option("--run", help="The same as RUN.", show_default=False)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report into this file.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Write the report into this file as a page to look at.")
+    ] = None,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Keep logs and state here; by default a directory that is removed.")
     ] = None,
@@ -269,6 +272,7 @@ def rehearse(
                 seed=seed,
                 run=run if run is not None else run_option,
                 json_path=json_file,
+                html_path=html_file,
                 directory=directory,
                 keep=keep,
             )

@@ -188,6 +188,18 @@ class Network:
         namespace = Path("/proc", str(self._router.pid), "fd", str(self._namespaces[self._numbers[peer] - 1]))
         return ["nsenter", f"--net={namespace}", "--", *command]
 
+    def traffic(self, peer: str) -> tuple[int, int]:
+        """Bytes that the peer has sent and received over its line so far, by the counters of its interfaces.
+
+        Whole IP packets; of what was sent also what was lost on the way. Raises: LinksUnavailable.
+        """
+        command = self.command(peer, ["cat", "/proc/net/dev"])
+        try:
+            shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            raise LinksUnavailable(f"the counters of {peer}'s line cannot be read: {error}") from error
+        return _counted_bytes(shown)
+
     def set_link(self, peer: str, spec: LinkSpec) -> None:
         """Give a peer another line. Packets on the way arrive as they would have; those after them do not overtake."""
         self._links[peer] = spec
@@ -239,6 +251,17 @@ class Network:
         except subprocess.TimeoutExpired:
             router.kill()
             router.wait()
+
+
+def _counted_bytes(proc_net_dev: str) -> tuple[int, int]:
+    """Sent and received by all interfaces but the loopback, from the text of ``/proc/net/dev``."""
+    sent = received = 0
+    for line in proc_net_dev.splitlines()[2:]:  # two lines of headings
+        interface, _, counters = line.partition(":")
+        if interface.strip() != "lo":
+            numbers = counters.split()
+            received, sent = received + int(numbers[0]), sent + int(numbers[8])
+    return sent, received
 
 
 def _direction(spec: LinkSpec, bits_per_second: float) -> dict[str, float | None]:

@@ -1,26 +1,28 @@
-"""Where a rehearsal writes: its directory, and the report for programs. Checked before anything starts."""
+"""Where a rehearsal writes: its directory, and the report for programs and people. Checked before anything starts."""
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from dht_config.errors import DirectoryError
-from p2p_trainer.report import Report
 
 
-def check_report_path(path: Path | None) -> None:
-    """Now, not after the run."""
+def check_report_path(path: Path | None, option: str) -> None:
+    """Now, not after the run. :raises DirectoryError:"""
     if path is None:
         return
-    parent = path.absolute().parent
-    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise DirectoryError(
-            problem=f"The report cannot be written to {path}.", remedy="Give --json a file in a writable directory."
-        )
+    temporary = _temporary(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        raise _not_writable(path, option, error) from error
 
 
 def make_directory(path: Path | None) -> Path:
@@ -40,16 +42,24 @@ def make_directory(path: Path | None) -> Path:
     return path.absolute()
 
 
-def write_report(path: Path, report: Report) -> None:
+def write_report(path: Path, content: str, option: str) -> None:
     """Whole or not at all. Raises: DirectoryError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = _temporary(path)
     try:
-        temporary.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        temporary.write_text(content, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise DirectoryError(
-            problem=f"The report cannot be written to {path}: {error.strerror or error}.",
-            remedy="Give --json a file in a writable directory.",
-        ) from error
+        raise _not_writable(path, option, error) from error
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def _not_writable(path: Path, option: str, error: OSError) -> DirectoryError:
+    return DirectoryError(
+        problem=f"The report cannot be written to {path}: {error.strerror or error}.",
+        remedy=f"Give {option} a file in a writable directory.",
+    )

@@ -12,7 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from p2p_trainer.report import Report, forecast, verdict
+from p2p_trainer.forecast import forecast
+from p2p_trainer.report import Report, verdict
 
 STATUS_SECONDS = 10.0
 

@@ -7,6 +7,7 @@ does not show: clocks that disagree, and more cores than this machine has.
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import threading
@@ -26,8 +27,9 @@ from p2p_trainer.leftovers import Traces
 from p2p_trainer.links import LinkSpec, LinksUnavailable, Network, available
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.rehearsal_files import check_report_path, make_directory, write_report
+from p2p_trainer.rehearsal_page import rehearsal_page
 from p2p_trainer.rehearsal_view import Status, print_report, say, show_status
-from p2p_trainer.rehearsed_peer import PeerRecord, PlayedLife
+from p2p_trainer.rehearsed_peer import LineCount, PeerRecord, PlayedLife
 from p2p_trainer.rehearsed_processes import (
     LOOPBACK,
     Commands,
@@ -58,6 +60,7 @@ START_SECONDS_PER_PEER = 15.0
 END_SECONDS = 10.0
 """What a peer has to leave in; after that it is killed and the report says so."""
 BOOTSTRAP = "bootstrap"
+PAGE = "report.html"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,8 @@ class RehearseOptions:
     """A manifest's path, or the name of a shipped example."""
     json_path: Path | None = None
     """Where to write the report for programs."""
+    html_path: Path | None = None
+    """Where to write the report as a page for people."""
     directory: Path | None = None
     """Empty or new, and kept. By default a temporary one that is removed if all went well."""
     keep: bool = False
@@ -118,7 +123,10 @@ def rehearse(options: RehearseOptions, *, console: Console | None = None, comman
     console = console or Console()
     scene = options.scene().with_churn()
     run, manifest = _find_manifest(scene.run)
-    check_report_path(options.json_path)
+    if options.json_path is not None and options.json_path == options.html_path:
+        raise UsageError("--json and --html name the same file.", "Give each a file of its own.")
+    check_report_path(options.json_path, "--json")
+    check_report_path(options.html_path, "--html")
     directory = make_directory(options.directory)
     keep = True
     try:
@@ -132,9 +140,13 @@ def rehearse(options: RehearseOptions, *, console: Console | None = None, comman
                 status=status,
             )
             report = rehearsal.run(run, manifest)
-        if options.json_path is not None:
-            write_report(options.json_path, report)
         print_report(console, report)
+        page = rehearsal_page(report)
+        if options.json_path is not None:
+            write_report(options.json_path, json.dumps(report.as_json(), indent=2) + "\n", "--json")
+        if options.html_path is not None:
+            write_report(options.html_path, page, "--html")
+        write_report(directory / PAGE, page, "--dir")
         keep = options.keep or options.directory is not None or bool(problems(report))
         return report
     finally:
@@ -172,6 +184,9 @@ class _Rehearsal:
     environment: Mapping[str, str] = field(init=False)
     traces: Traces = field(default_factory=Traces)
     leftovers: list[str] = field(default_factory=list)
+    began: float = 0.0
+    """In unix seconds: what the scene's seconds count from."""
+    line_counts: dict[str, LineCount] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.environment = environment_of_a_rehearsal(self.directory, self.scene.seconds)
@@ -192,7 +207,11 @@ class _Rehearsal:
             self._end()
         return build_report(
             RehearsedRun(
-                seconds=self.scene.seconds, fragments=manifest.run.fragments, tick_seconds=manifest.run.tick_seconds
+                seconds=self.scene.seconds,
+                fragments=manifest.run.fragments,
+                tick_seconds=manifest.run.tick_seconds,
+                start_seconds=manifest.run.start.timestamp(),
+                began=self.began,
             ),
             [self._record(part) for part in self.parts],
             leftovers=self.leftovers,
@@ -252,6 +271,8 @@ class _Rehearsal:
     # --------------------------------------------------------------- training
 
     def _train(self) -> None:
+        before = self._traffic()
+        self.began = time.time()
         began = time.monotonic()
         while (left := began + self.scene.seconds - time.monotonic()) > 0:
             for part in self.parts:
@@ -262,6 +283,25 @@ class _Rehearsal:
             self._watch_once()
             time.sleep(min(POLL_SECONDS, left))
         self._watch_once()
+        after = self._traffic()
+        for part in self.parts:
+            name = part.peer.name
+            if name in before and name in after:
+                self.line_counts[name] = LineCount(
+                    sent_bytes=after[name][0] - before[name][0],
+                    received_bytes=after[name][1] - before[name][1],
+                    seconds=part.played.seconds_there(time.monotonic() - began),
+                )
+
+    def _traffic(self) -> dict[str, tuple[int, int]]:
+        """What has crossed each peer's line so far, if it has one."""
+        if self.network is None:
+            return {}
+        try:
+            return {part.peer.name: self.network.traffic(part.peer.name) for part in self.parts}
+        except LinksUnavailable as error:
+            say(self.console, f"The traffic is counted by the peers' rounds alone: {error}.")
+            return {}
 
     def _play(self, part: _Part, now_seconds: float) -> None:
         """Let everything happen to a peer that is due."""
@@ -353,6 +393,7 @@ class _Rehearsal:
             killed=killed,
             link=str(link) if link is not None else "",
             life=part.played,
+            line_count=self.line_counts.get(part.peer.name),
         )
 
     def _show_log(self, place: RehearsedProcess) -> None:

@@ -33,6 +33,21 @@ class PlayedLife:
     def was_away(self) -> bool:
         return bool(self.leaves or self.kills or any(self.joins))
 
+    def seconds_there(self, until: float) -> float:
+        """From its starts to its ends, and to this moment if it was there then."""
+        ends = sorted([*self.leaves, *self.kills, until])
+        return sum(next((end for end in ends if end >= start), start) - start for start in self.joins)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineCount:
+    """Everything that crossed a peer's line while the rehearsal trained, headers and lost packets as well."""
+
+    sent_bytes: int
+    received_bytes: int
+    seconds: float
+    """How long the peer was there in that time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRecord:
@@ -47,6 +62,8 @@ class PeerRecord:
     link: str = ""
     """As ``LinkSpec`` writes it; empty if it had no line of its own."""
     life: PlayedLife = field(default_factory=PlayedLife)
+    line_count: LineCount | None = None
+    """None where it had no line of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +109,11 @@ class Stay:
         )
 
     @property
+    def last_seen(self) -> float:
+        """Unix seconds of the last thing that is known of it, also if that came into no book."""
+        return max(self.ended, *(number(event, "time") or 0.0 for event in self.events))
+
+    @property
     def processed(self) -> float:
         """Its peer's total at the end, by the book."""
         booked = number(self.book, "processed_samples")
@@ -102,6 +124,20 @@ class Stay:
         """Its peer's total as it was seen last, also if that came into no book."""
         samples = [number(event, "samples") or 0.0 for event in of_kind(self.events, "train")]
         return max(self.processed, *samples[-1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeUse:
+    """What a peer's window was used for, in parts of it that sum to 1; all 0 for a peer that never trained."""
+
+    credited: float
+    """Computing what came into bases."""
+    pending: float
+    """Computing what waits for its next round."""
+    rejected: float
+    """Computing what was dropped, or lost with a kill."""
+    waiting: float
+    """Not computing, by its speed alone: rounds, evaluations, and a machine that others use as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +200,23 @@ class Account:
             exact=vouched and math.isclose(credited + pending + dropped, processed, rel_tol=1e-9, abs_tol=1e-9),
             pending_by_fragment=by_fragment or ((1.0, pending),),
         )
+
+
+def time_use(account: Account) -> TimeUse:
+    """Where a peer's time went, from what it processed and how fast it is alone."""
+    trained = sum(stay.processed - stay.processed_before for stay in account.stays)
+    if not (account.stays and account.solo and trained > 0):
+        return TimeUse(credited=0.0, pending=0.0, rejected=0.0, waiting=1.0 if account.stays else 0.0)
+    # A peer that was faster than alone waited for nothing.
+    whole = max(account.window_seconds, trained / account.solo) * account.solo
+    credited, pending = min(account.credited, trained) / whole, min(account.pending, trained) / whole
+    computing = trained / whole
+    return TimeUse(
+        credited=credited,
+        pending=min(pending, computing - credited),
+        rejected=max(0.0, computing - credited - pending),
+        waiting=1.0 - computing,
+    )
 
 
 def _stays(peer: PeerRecord) -> tuple[Stay, ...]:

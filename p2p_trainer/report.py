@@ -6,14 +6,13 @@ promise.
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from p2p_trainer.links import LinkSpec
-from p2p_trainer.rehearsed_peer import Account, Event, PeerRecord, counted_samples, number, of_kind
+from p2p_trainer.rehearsed_peer import Account, Event, PeerRecord, TimeUse, counted_samples, number, of_kind, time_use
+from p2p_trainer.timeline import Timeline, TimelineClock, build_timeline, cadence
 
 ORDERLY_EXIT_CODES = (0, 130, 143, -signal.SIGTERM, None)
 """Done, interrupted, terminated (also before it could answer), not known."""
@@ -29,6 +28,10 @@ class RehearsedRun:
     """How long the peers were left to train once all that were there from the beginning had begun."""
     fragments: int
     tick_seconds: float
+    start_seconds: float = 0.0
+    """Unix seconds: when tick 0 of the run began."""
+    began: float | None = None
+    """Unix seconds: when all that were there from the beginning had begun. None: as the first peer did."""
 
     @property
     def cycle_seconds(self) -> float:
@@ -61,6 +64,9 @@ class PeerReport:
     """``fragment:version`` to hex, of the bases it committed or fetched."""
     seconds_to_first_credit: float | None
     """From joining to the first committed round that held samples of its own."""
+    cadence: int | None
+    """It committed every n-th round of a fragment, 1 being every one; None if its rounds kept no such rule."""
+    time: TimeUse
     samples_add_up: bool
     """Credited + pending + dropped = processed, exactly, by its own integer accounts and by the numbers here."""
     window_seconds: float
@@ -77,8 +83,10 @@ class PeerReport:
     kills: list[float]
     freezes: list[float]
     bytes_sent_per_hour: float
-    """In rounds, per hour of its window; what newcomers fetch is not in it."""
     bytes_received_per_hour: float
+    bytes_counted: Literal["line", "rounds"]
+    """What the two above are: everything that crossed its line, by its network interface, per hour that it was there;
+    without lines what its rounds took, per hour of its window: what newcomers fetch and the DHT are not in it."""
 
     @property
     def participation(self) -> float:
@@ -110,6 +118,7 @@ class Report:
     """Processes and socket directories of the rehearsal that were still there after it."""
     leftovers: list[str]
     peers: list[PeerReport]
+    timeline: Timeline
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain tables and lists."""
@@ -130,12 +139,22 @@ def build_report(
     """
     accounts = [Account.of(peer) for peer in peers]
     credited = sum(account.credited for account in accounts)
-    reports = [_peer_report(account, credited) for account in accounts]
+    began = min((stay.started for account in accounts for stay in account.stays), default=0.0)
+    clock = TimelineClock(
+        zero=began,
+        scene_zero=run.began if run.began is not None else began,
+        run_start=run.start_seconds,
+        tick_seconds=run.tick_seconds,
+    )
+    timeline = build_timeline(accounts, clock)
+    reports = [
+        _peer_report(account, credited, cadence(one.rounds, run.fragments))
+        for account, one in zip(accounts, timeline.peers, strict=True)
+    ]
     # Per account, not of the rates: a peer that was there for half of the time counts half.
     alone = sum(stay.solo * stay.window_seconds for account in accounts for stay in account.stays)
     counted = sum(counted_samples(account, run.cycle_seconds) for account in accounts)
     seen, conflicts = _compare_digests([*peers, *others])
-    began = min((stay.started for account in accounts for stay in account.stays), default=0.0)
     return Report(
         run_id=next((str(event["run_id"]) for peer in peers for event in peer.events if event.get("run_id")), ""),
         seconds=run.seconds,
@@ -150,6 +169,7 @@ def build_report(
         leftover_processes=len(leftovers),
         leftovers=list(leftovers),
         peers=reports,
+        timeline=timeline,
     )
 
 
@@ -202,53 +222,18 @@ def verdict(report: Report) -> str:
     )
 
 
-def forecast(peer: PeerReport) -> str:
-    """What such a machine on such a line is to a swarm like this, in one plain sentence."""
-    where = f" on {_line_in_words(peer.link)}" if peer.link else ""
-    happened = [
-        *((at, "joined") for at in peer.joins if at > 0),
-        *((at, "left") for at in peer.leaves),
-        *((at, "killed") for at in peer.kills),
-        *((at, "frozen") for at in peer.freezes),
-    ]
-    life = ", ".join(f"{what} after {at:.0f} s" for at, what in sorted(happened))
-    who = f"{peer.name}{where}{f' ({life})' if life else ''}"
-    if not peer.rounds_committed:
-        return f"{who} took part in no round."
-    return (
-        f"{who} took part in {100 * peer.participation:.0f} % of its rounds and contributed {100 * peer.share:.0f} %; "
-        f"they took {_megabytes(peer.bytes_sent_per_hour)} up and {_megabytes(peer.bytes_received_per_hour)} down an "
-        "hour."
-    )
-
-
-def _line_in_words(link: str) -> str:
-    spec = LinkSpec.parse(link)
-    down, up = spec.down_bits_per_second, spec.up_bits_per_second
-    if not math.isfinite(min(down, up)):
-        return link
-    return f"{_rate(down)}" if down == up else f"{_rate(down)} down and {_rate(up)} up"
-
-
-def _rate(bits_per_second: float) -> str:
-    return f"{bits_per_second / 1e6:g} Mbit/s" if bits_per_second >= 1e6 else f"{bits_per_second / 1e3:g} kbit/s"
-
-
-def _megabytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e6:.0f} MB" if size_bytes >= 10e6 else f"{size_bytes / 1e6:.1f} MB"
-
-
 def _ending(exit_code: int | None) -> str:
     if exit_code == -signal.SIGKILL:
         return "did not leave in time and was killed"
     return f"left with exit code {exit_code}"
 
 
-def _peer_report(account: Account, credited_by_all: float) -> PeerReport:
+def _peer_report(account: Account, credited_by_all: float, every_nth: int | None) -> PeerReport:
     events = account.peer.events
     outcomes = [event.get("outcome") for event in of_kind(events, "round")]
     losses = [loss for event in of_kind(events, "train") if (loss := number(event, "loss")) is not None]
     life = account.peer.life
+    sent, received, counted = _bytes_per_hour(account)
     trained = sum(stay.processed - stay.processed_before for stay in account.stays)
     return PeerReport(
         name=account.peer.name,
@@ -266,6 +251,8 @@ def _peer_report(account: Account, credited_by_all: float) -> PeerReport:
         final_loss=losses[-1] if losses else None,
         digests=dict(_digests(events)),
         seconds_to_first_credit=_seconds_to_first_credit(events),
+        cadence=every_nth,
+        time=time_use(account),
         samples_add_up=account.exact,
         window_seconds=account.window_seconds,
         exit_code=account.peer.exit_code,
@@ -276,14 +263,24 @@ def _peer_report(account: Account, credited_by_all: float) -> PeerReport:
         leaves=life.leaves,
         kills=life.kills,
         freezes=life.freezes,
-        bytes_sent_per_hour=_per_hour(account, "bytes_sent"),
-        bytes_received_per_hour=_per_hour(account, "bytes_received"),
+        bytes_sent_per_hour=sent,
+        bytes_received_per_hour=received,
+        bytes_counted=counted,
     )
 
 
-def _per_hour(account: Account, key: str) -> float:
-    total = sum(number(event, key) or 0.0 for event in of_kind(account.peer.events, "round"))
-    return 3600 * total / account.window_seconds if account.stays else 0.0
+def _bytes_per_hour(account: Account) -> tuple[float, float, Literal["line", "rounds"]]:
+    """Sent, received, and what was counted."""
+    line = account.peer.line_count
+    if line is not None:
+        hours = max(line.seconds, 1e-6) / 3600
+        return line.sent_bytes / hours, line.received_bytes / hours, "line"
+    if not account.stays:
+        return 0.0, 0.0, "rounds"
+    hours = account.window_seconds / 3600
+    rounds = list(of_kind(account.peer.events, "round"))
+    sent, received = (sum(number(one, key) or 0.0 for one in rounds) for key in ("bytes_sent", "bytes_received"))
+    return sent / hours, received / hours, "rounds"
 
 
 def _compare_digests(peers: Sequence[PeerRecord]) -> tuple[dict[str, int], list[str]]:

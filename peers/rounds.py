@@ -144,6 +144,7 @@ class RoundKeeper:
             "groups": 0,
             "weight": 0,
             "weight_share": 0.0,
+            "late_share": 0.0,
             "seconds": 0.0,
             "attempts": 0,
             "bytes_sent": 0,
@@ -278,9 +279,10 @@ class RoundKeeper:
         self._presence.changed.set()
         report["outcome"] = "committed"
         report["seconds"] = self._run.clock.now() - began
-        late = any(own_index not in part.included for part in parts)
+        late = sum(part.stop - part.start for part in parts if own_index not in part.included)
+        report["late_share"] = late / state.size
         if len(members) > 1:
-            self._took_part(brought.tick, late=late)
+            self._took_part(brought.tick, late=late > 0)
         if late:
             report["reason"] = "some parts closed without us; their contribution is carried on"
         await self._run.training.rebased(state, True, rebased)

@@ -53,7 +53,7 @@ COMMANDS = {
     "bootstrap": COMMON | SHOWN | {"target"},
     "example": {"name"},
     "status": {"target", "--peer", "--wait-seconds", "--json", "--verbose", "-v"},
-    "rehearse": {"--peers", "--seconds", "--run", "--json", "--dir", "--keep", "--verbose", "-v"}
+    "rehearse": {"--peers", "--seconds", "--run", "--json", "--html", "--dir", "--keep", "--verbose", "-v"}
     | {"run", "--scene", "--churn", "--minutes", "--seed"},
 }
 """A promise to people's scripts: adding is free, removing or renaming is not."""

@@ -13,13 +13,14 @@ from rich.console import Console
 
 from dht_config.errors import DirectoryError, ManifestError, P2PTrainerError, RehearsalError, UsageError
 from p2p_trainer import rehearse as rehearse_module
+from p2p_trainer.forecast import forecast
 from p2p_trainer.links import Availability
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.rehearsal_view import print_report
 from p2p_trainer.rehearse import RehearseOptions, rehearse
 from p2p_trainer.rehearsed_peer import PeerRecord, PlayedLife
 from p2p_trainer.rehearsed_processes import ProgramCommands
-from p2p_trainer.report import RehearsedRun, Report, build_report, forecast, problems, verdict
+from p2p_trainer.report import RehearsedRun, Report, build_report, problems, verdict
 
 RUN = RehearsedRun(seconds=20.0, fragments=2, tick_seconds=1.5)  # a cycle of 3 s
 
@@ -414,7 +415,8 @@ def test_the_forecast_says_what_such_a_machine_is_to_the_swarm(link: str, where:
     events = [{**one, "bytes_sent": 20_000, "bytes_received": 50_000} for one in fast_peer()]
     (peer,) = one_report(events, life(), link=link).peers
     assert forecast(peer) == (
-        f"{where} part in 67 % of its rounds and contributed 100 %; they took 22 MB up and 54 MB down an hour."
+        f"{where} part in 67 % of its rounds and contributed 100 %; they took 22 MB up and 54 MB down an hour. "
+        "It did not compute for 10 % of its time."
     )
 
 
