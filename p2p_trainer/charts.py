@@ -39,17 +39,21 @@ class Axis:
         write: Callable[[float], str] | None = None,
         from_zero: bool = False,
     ) -> Axis:
-        """An axis that has room for all values and begins and ends at a round number."""
+        """An axis that has room for all values, from one round number to another.
+
+        :param from_zero: from 0 to the last value instead
+        """
         low, high = (0.0 if from_zero else min(values)), max(values)
         step = round_step(low, high)
         first, last = math.floor(low / step), math.ceil(high / step)
         last = max(last, first + 1)
+        end = high if from_zero and high > 0 else last * step
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         return cls(
             label=label,
             low=first * step,
-            high=last * step,
-            ticks=tuple(number * step for number in range(first, last + 1)),
+            high=end,
+            ticks=tuple(number * step for number in range(first, last + 1) if number * step <= end),
             write=write or (lambda value: f"{value:.{decimals}f}"),
         )
 
@@ -64,7 +68,7 @@ def round_step(low: float, high: float, steps: int = 5) -> float:
     if not rough > 0:
         rough = abs(high) / steps or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.75 * rough)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

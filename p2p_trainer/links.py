@@ -198,7 +198,7 @@ class Network:
             shown = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True).stdout
         except (OSError, subprocess.SubprocessError) as error:
             raise LinksUnavailable(f"the counters of {peer}'s line cannot be read: {error}") from error
-        return _counted_bytes(shown)
+        return counted_bytes(shown)
 
     def set_link(self, peer: str, spec: LinkSpec) -> None:
         """Give a peer another line. Packets on the way arrive as they would have; those after them do not overtake."""
@@ -253,7 +253,7 @@ class Network:
             router.wait()
 
 
-def _counted_bytes(proc_net_dev: str) -> tuple[int, int]:
+def counted_bytes(proc_net_dev: str) -> tuple[int, int]:
     """Sent and received by all interfaces but the loopback, from the text of ``/proc/net/dev``."""
     sent = received = 0
     for line in proc_net_dev.splitlines()[2:]:  # two lines of headings

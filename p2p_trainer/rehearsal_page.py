@@ -99,8 +99,8 @@ def _verdict(report: Report) -> list[Element]:
     losses = report.held_out_loss
     figures = [
         ("efficiency", f"{100 * report.efficiency:.1f} %", "of what the peers do alone"),
-        ("credited so far", f"{100 * report.credited_efficiency:.1f} %", "the rest waits for its next round"),
-        ("digests", "agree" if report.digests_agree else "differ", f"{report.digests_compared} bases compared"),
+        ("credited", f"{100 * report.credited_efficiency:.1f} %", "the rest waits for its next round"),
+        ("digests", _digests(report), f"{report.digests_compared} bases compared"),
     ]
     if losses:
         figures.append(("held-out loss", f"{losses[-1][1]:.3f}", f"from {losses[0][1]:.3f}"))
@@ -115,6 +115,12 @@ def _verdict(report: Report) -> list[Element]:
             class_="figures",
         ),
     ]
+
+
+def _digests(report: Report) -> str:
+    if report.digest_conflicts:
+        return "differ"
+    return "agree" if report.digests_compared else "alone" if report.digests_agree else "none"
 
 
 def _forecasts(report: Report) -> list[Element]:

@@ -118,7 +118,7 @@ def _row(peer: PeerTimeline, axis: Axis, column_seconds: float, tick_seconds: fl
         *_grid(axis),
         *(
             element("line", x1=_at(axis, begin), x2=_at(axis, end), y1=FLOOR + 1, y2=FLOOR + 1, class_="starting")
-            for begin, end in _starting(peer)
+            for begin, end in _starting(peer, axis.high)
         ),
         *(
             element(
@@ -195,13 +195,12 @@ def _times(axis: Axis, width: str) -> Element:
     return element("svg", *texts, height=18, style=width, role="img", aria_label=axis.label)
 
 
-def _starting(peer: PeerTimeline) -> Iterator[tuple[float, float]]:
-    """From each time it was started to the moment when it trained."""
+def _starting(peer: PeerTimeline, until: float) -> Iterator[tuple[float, float]]:
+    """From each time it was started to the moment when it trained, or to what happened instead."""
     for one in peer.happenings:
         if one.what == "joined":
-            began = next((begin for begin, _ in peer.trained if begin >= one.at_seconds), None)
-            if began is not None:
-                yield one.at_seconds, began
+            later = [begin for begin, _ in peer.trained] + [other.at_seconds for other in peer.happenings]
+            yield one.at_seconds, min((at for at in later if at > one.at_seconds), default=until)
 
 
 def _in_words(peer: PeerTimeline) -> list[str]:

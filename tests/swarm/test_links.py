@@ -58,6 +58,15 @@ def test_a_line_carries_its_rate_in_each_direction_and_all_lines_together_far_mo
         assert megabits_per_second(network, "home", "far", 1.0) > 40
 
 
+def test_what_crosses_a_line_is_counted_by_its_interface() -> None:
+    with Network({"home": UNHURRIED, "far": UNHURRIED, "idle": UNHURRIED}) as network, answering(network, "far"):
+        poured = measured(network, "home", "pour", "far", 0.5)["bytes"]
+        sent, received = network.traffic("home")
+        assert poured < sent < 1.1 * poured and received < 0.1 * poured
+        assert poured < network.traffic("far")[1] < 1.1 * poured
+        assert max(network.traffic("idle")) < 2000, "no more than the kernel's own router solicitations"
+
+
 def test_a_line_adds_its_round_trip_and_its_jitter() -> None:
     with Network({"near": LinkSpec.parse("40ms"), "far": UNHURRIED}) as network, answering(network, "far"):
         times = measured(network, "near", "ping", "far", 60, 0.02)["milliseconds"]

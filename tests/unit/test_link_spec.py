@@ -9,7 +9,7 @@ import pytest
 
 from dht_config.errors import RehearsalError
 from p2p_trainer.link_router import QUEUE_BYTES, QUEUE_SECONDS, Line, address
-from p2p_trainer.links import LinkSpec
+from p2p_trainer.links import LinkSpec, counted_bytes
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,13 @@ def test_losses_are_the_share_that_was_asked_for_and_repeat_with_the_seed() -> N
 def test_addresses_of_many_peers_differ() -> None:
     assert address(1) == "198.18.0.1"
     assert len({address(number) for number in range(1, 1001)}) == 1000
+
+
+def test_bytes_are_counted_on_every_interface_but_the_loopback() -> None:
+    shown = """Inter-|   Receive                                               |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compr.
+    lo:     999       9    0    0    0     0          0         0      999       9    0    0    0     0       0      0
+  tun0: 3001234    2100    0    0    0     0          0         0   501234    1200    0    0    0     0       0      0
+eth1:10 1 0 0 0 0 0 0 7 1 0 0 0 0 0 0
+"""
+    assert counted_bytes(shown) == (501241, 3001244)

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from dht_config.errors import DirectoryError, ManifestError, P2PTrainerError, RehearsalError, UsageError
 from p2p_trainer import rehearse as rehearse_module
-from p2p_trainer.forecast import forecast
+from p2p_trainer.forecast import _ordinal, forecast
 from p2p_trainer.links import Availability
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.rehearsal_view import print_report
 from p2p_trainer.rehearse import RehearseOptions, rehearse
-from p2p_trainer.rehearsed_peer import PeerRecord, PlayedLife
+from p2p_trainer.rehearsed_peer import LineCount, PeerRecord, PlayedLife, TimeUse
 from p2p_trainer.rehearsed_processes import ProgramCommands
 from p2p_trainer.report import RehearsedRun, Report, build_report, problems, verdict
 
@@ -420,6 +420,41 @@ def test_the_forecast_says_what_such_a_machine_is_to_the_swarm(link: str, where:
     )
 
 
+def test_the_forecast_names_a_cadence_and_where_time_went() -> None:
+    report = report_of(fast_peer(), slow_peer())
+    third = dataclasses.replace(report.peers[0], name="3060", cadence=3, share=0.07)
+    assert forecast(third).startswith("3060 took part in every 3rd round and contributed 7 %; they took ")
+    assert [_ordinal(one) for one in (2, 3, 4, 11, 12, 13, 21, 22, 103)] == (
+        ["2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "22nd", "103rd"]
+    )
+    # One that is in every round of a fragment is told by how many those were.
+    assert " 67 % of its rounds " in forecast(dataclasses.replace(third, cadence=1))
+    wasted = TimeUse(credited=0.5, pending=0.2, rejected=0.26, waiting=0.04)
+    assert forecast(dataclasses.replace(third, time=wasted)).endswith(
+        " an hour. 26 % of its time went into work that was dropped or lost."
+    )
+
+
+def test_what_crosses_a_line_is_told_instead_of_the_rounds() -> None:
+    counted = LineCount(sent_bytes=1_000_000, received_bytes=3_000_000, seconds=36.0)
+    (peer,) = one_report(fast_peer(), life(), link="10M", line_count=counted).peers
+    assert (peer.bytes_sent_per_hour, peer.bytes_received_per_hour, peer.bytes_counted) == (1e8, 3e8, "line")
+    assert "; its line carried 100 MB up and 300 MB down an hour." in forecast(peer)
+    assert one_report(fast_peer(), life()).peers[0].bytes_counted == "rounds"
+
+
+def test_the_timeline_is_in_the_json() -> None:
+    events = [{**one, "tick": 4} if one["event"] == "round" else one for one in fast_peer()]
+    run = dataclasses.replace(RUN, start_seconds=8.0, began=11.0)
+    peers = [PeerRecord(name="8", events=events, life=life(kills=[2.0]))]
+    timeline = json.loads(json.dumps(build_report(run, peers).as_json()))["timeline"]
+    assert timeline["began_unix_seconds"] == 10.0
+    assert timeline["evaluations"] == [{"at_seconds": 6.0, "samples": 64, "loss": 3.5, "peer": "8"}]
+    (peer,) = timeline["peers"]
+    assert peer["happenings"] == [{"at_seconds": 3.0, "what": "killed"}]
+    assert [(one["at_seconds"], one["state"]) for one in peer["rounds"]] == [(4.0, "in"), (4.0, "in"), (4.0, "carried")]
+
+
 def test_the_forecast_tells_a_life() -> None:
     played = life(joins=[0.0, 40.2], kills=[30.0], freezes=[50.0])
     (peer,) = one_report(fast_peer(), played).peers
@@ -517,7 +552,8 @@ def test_a_rehearsal_starts_ends_and_reports_its_processes(tmp_path: Path, monke
     console, output = quiet_console(tmp_path)
     before = children()
     pretenders = Pretenders(tmp_path)
-    report = rehearse(options(tmp_path, json_path=tmp_path / "report.json"), console=console, commands=pretenders)
+    wanted = options(tmp_path, json_path=tmp_path / "report.json", html_path=tmp_path / "report.html")
+    report = rehearse(wanted, console=console, commands=pretenders)
     assert [(peer.name, peer.exit_code, peer.processed_samples) for peer in report.peers] == [
         ("80", 0, 100),
         ("8", 0, 100),
@@ -526,6 +562,9 @@ def test_a_rehearsal_starts_ends_and_reports_its_processes(tmp_path: Path, monke
     assert children() == before
     assert pretenders.invites == ["p2pt1invite", "p2pt1invite"]
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report.as_json()))
+    page = (tmp_path / "report.html").read_text()
+    assert page == (tmp_path / "rehearsal" / "report.html").read_text() and "Rehearsal of words" in page
+    assert sorted(one.name for one in tmp_path.glob(".*")) == []
     assert "words-0123, 0.1 s" in output.read_text()
     log = (tmp_path / "rehearsal" / "peer-80.log").read_text()
     assert (
@@ -660,6 +699,11 @@ def test_ctrl_c_and_term_end_every_process(
         ({"seconds": 0.0}, UsageError, "--seconds 0"),
         ({"seconds": float("nan")}, UsageError, "--seconds nan"),
         ({"json_path": Path("/nonexistent/report.json")}, DirectoryError, "/nonexistent/report.json"),
+        ({"html_path": Path("/nonexistent/report.html")}, DirectoryError, "/nonexistent/report.html"),
+        ({"html_path": Path("/proc/report.html")}, DirectoryError, "/proc/report.html"),
+        ({"html_path": Path("/tmp")}, DirectoryError, "/tmp"),
+        ({"html_path": Path("/tmp", 300 * "x")}, DirectoryError, "xxx"),
+        ({"html_path": Path("/tmp/same"), "json_path": Path("/tmp/same")}, UsageError, "same file"),
     ],
 )
 def test_options_that_cannot_be_used_are_told_before_anything_starts(
