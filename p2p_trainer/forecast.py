@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from p2p_trainer.links import LinkSpec
+from p2p_trainer.links import UNLIMITED, LinkSpec
 from p2p_trainer.report import PeerReport
 
 WORTH_TELLING = 0.05
@@ -44,7 +44,7 @@ def line_in_words(link: str) -> str:
     spec = LinkSpec.parse(link)
     down, up = spec.down_bits_per_second, spec.up_bits_per_second
     if not math.isfinite(min(down, up)):
-        return link
+        return "a line without limits" if link == UNLIMITED else link
     return f"{_rate(down)}" if down == up else f"{_rate(down)} down and {_rate(up)} up"
 
 

@@ -28,6 +28,7 @@ from p2p_trainer import link_router
 ANSWER_SECONDS = 30.0
 END_SECONDS = 2.0
 MAX_PEERS = 1000
+UNLIMITED = "unlimited"
 
 _RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([kMG])")
 _TIME = re.compile(r"(\d{1,6}(?:\.\d{1,9})?)(ms|s)")
@@ -58,6 +59,8 @@ class LinkSpec:
 
         Raises: RehearsalError naming the piece that is wrong.
         """
+        if text.strip() == UNLIMITED:
+            return cls()
         rates: list[float] = []
         times: list[float] = []
         losses: list[float] = []
@@ -87,7 +90,7 @@ class LinkSpec:
         )
 
     def __str__(self) -> str:
-        """As ``parse`` reads it, without what is not limited."""
+        """As ``parse`` reads it, without what is not limited; ``unlimited`` if nothing is."""
         pieces = []
         if math.isfinite(self.down_bits_per_second):
             pieces.append(_rate_text(self.down_bits_per_second))
@@ -99,7 +102,7 @@ class LinkSpec:
             pieces.append(f"{self.jitter_ms:g}ms")
         if self.loss:
             pieces.append(f"{100 * self.loss:g}%")
-        return "/".join(pieces) or "unlimited"
+        return "/".join(pieces) or UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,5 +61,5 @@ def _temporary(path: Path) -> Path:
 def _not_writable(path: Path, option: str, error: OSError) -> DirectoryError:
     return DirectoryError(
         problem=f"The report cannot be written to {path}: {error.strerror or error}.",
-        remedy=f"Give {option} a file in a writable directory.",
+        remedy=f"Give {option} a place that is writable.",
     )

@@ -146,7 +146,7 @@ def _rounds(report: Report) -> list[Element]:
         caption = "Why rounds were not simply in" + (
             f" (the {len(rows)} most frequent of {len(reasons)})" if more else ""
         )
-        found.append(_details("Reasons", _table(caption, ["rounds", "state", "reason"], rows, numbers=1)))
+        found.append(_details("Reasons", _table(caption, ["rounds", "state", "reason"], rows, numbers=range(1))))
     rows = [
         [peer.name, counted(peer.rounds), life_in_words(row) or "there all the time"]
         for peer, row in zip(timeline.peers, report.peers, strict=True)
@@ -191,7 +191,7 @@ def _losses(report: Report) -> list[Element]:
         ),
         _details(
             "The same as a table",
-            _table("Held-out loss of the base", ["seconds", "samples", "loss", "evaluated by"], rows, numbers=3),
+            _table("Held-out loss of the base", ["seconds", "samples", "loss", "evaluated by"], rows, numbers=range(3)),
         ),
     ]
 
@@ -249,7 +249,7 @@ def _traffic(report: Report) -> Element:
         + (
             "Everything that crossed its line, by its network interface: rounds, fetches, the DHT."
             if counted_on_line
-            else "Of rounds alone, by each peer's own count: all met over loopback, and there are no interfaces to ask."
+            else "Of rounds alone, by each peer's own count: there was no interface of its own to ask."
         ),
         headings=("peer", "bytes", "an hour"),
     )
@@ -291,11 +291,11 @@ def _two_bars(name: str, most: float, *values: tuple[str, float, str]) -> BarRow
 
 
 def _peers(report: Report) -> list[Element]:
-    headings = "peer line alone swarm processed credited pending dropped committed carried skipped share"
+    headings = "peer line alone swarm processed credited pending dropped committed carried skipped share".split()
     rows = [
         [
             peer.name,
-            peer.link or "loopback",
+            peer.link or ("unlimited" if peer.bytes_counted == "line" else "loopback"),
             f"{peer.solo_samples_per_second:.1f}",
             f"{peer.swarm_samples_per_second:.1f}",
             f"{peer.processed_samples:,}",
@@ -311,16 +311,15 @@ def _peers(report: Report) -> list[Element]:
         for peer in report.peers
     ]
     caption = "alone, swarm: samples/s · processed to dropped: samples · committed to skipped: rounds"
-    table = _table(caption, [*headings.split(), "first credit"], rows, numbers=-11)
+    table = _table(caption, [*headings, "first credit"], rows, numbers=range(2, len(headings) + 1))
     return [_scrolling(table, "What each peer did")]
 
 
-def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int = 0) -> Element:
-    """A table of text. :param numbers: so many columns are numbers: the first ones, or the last if below zero"""
-    is_number = [position < numbers or position >= len(headings) + min(0, numbers) for position in range(len(headings))]
-    if numbers == 0:
-        is_number = [False] * len(headings)
-    kinds = ["number" if one else "text" for one in is_number]
+def _table(
+    caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: range = range(0)
+) -> Element:
+    """A table of text. :param numbers: the columns that are numbers"""
+    kinds = ["number" if position in numbers else "text" for position in range(len(headings))]
     return element(
         "table",
         element("caption", caption),

@@ -35,7 +35,8 @@ def test_a_link_is_read_and_written_back(text: str, spec: LinkSpec) -> None:
 
 
 def test_a_link_without_limits_says_so() -> None:
-    assert str(LinkSpec()) == "unlimited"
+    assert str(LinkSpec()) == str(LinkSpec.parse("0ms")) == "unlimited"
+    assert LinkSpec.parse("unlimited") == LinkSpec()
     assert math.isinf(LinkSpec().down_bits_per_second)
 
 

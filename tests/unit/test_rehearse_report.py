@@ -409,6 +409,7 @@ def test_a_start_that_left_before_it_trained_changes_nothing() -> None:
         ("10M/60ms", "8 on 10 Mbit/s took"),
         ("10M/500k/60ms", "8 on 10 Mbit/s down and 500 kbit/s up took"),
         ("40ms", "8 on 40ms took"),
+        ("unlimited", "8 on a line without limits took"),
     ],
 )
 def test_the_forecast_says_what_such_a_machine_is_to_the_swarm(link: str, where: str) -> None:
