@@ -291,7 +291,20 @@ def _two_bars(name: str, most: float, *values: tuple[str, float, str]) -> BarRow
 
 
 def _peers(report: Report) -> list[Element]:
-    headings = "peer line alone swarm processed credited pending dropped committed carried skipped share".split()
+    headings = [
+        "peer",
+        "line",
+        "alone",
+        "swarm",
+        "processed",
+        "credited",
+        "pending",
+        "dropped",
+        "committed",
+        "carried",
+        "skipped",
+        "share",
+    ]
     rows = [
         [
             peer.name,
