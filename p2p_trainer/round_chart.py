@@ -17,7 +17,7 @@ from p2p_trainer.charts import Axis, round_step, row_name
 from p2p_trainer.markup import element, percent
 from p2p_trainer.timeline import HappeningKind, PeerRound, PeerTimeline, RoundState, Timeline
 
-MARK_HEIGHTS: dict[RoundState, int] = {"in": 20, "alone": 20, "late": 14, "carried": 9, "skipped": 4}
+MARK_HEIGHTS: dict[RoundState, int] = {"in": 20, "alone": 20, "late": 14, "carried": 9, "skipped": 4, "resting": 2}
 ROW_HEIGHT, FLOOR, BAND_HEIGHT = 30, 25, 2
 MAX_COLUMNS = 5000
 """On the page: some 200 bytes each."""
@@ -33,6 +33,7 @@ STATE_WORDS: dict[RoundState, str] = {
     "alone": "nobody else was there; the base is its own",
     "carried": "no new base for it; its work comes with the next round",
     "skipped": "it did not take part",
+    "resting": "not its turn: its line carries every n-th round",
 }
 _GLYPHS: dict[HappeningKind, str] = {
     "joined": "M-3,-5 L4,0 L-3,5 Z",

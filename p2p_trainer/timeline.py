@@ -14,10 +14,10 @@ from typing import Literal
 
 from p2p_trainer.rehearsed_peer import Account, Event, number, of_kind
 
-RoundState = Literal["in", "late", "alone", "carried", "skipped"]
+RoundState = Literal["in", "late", "alone", "carried", "skipped", "resting"]
 """What came of a round for one peer: its contribution is in the new base; the base was committed, but parts of it
 closed without this contribution; it was alone and its base is its own work; no whole average came, so the contribution
-waits for the next round; it did not take part."""
+waits for the next round; it did not take part, or was not meant to, by its cadence."""
 HappeningKind = Literal["joined", "left", "killed"]
 REGULAR_PART = 2 / 3
 """A peer keeps a cadence if this part of the gaps between its rounds are the same."""
@@ -179,7 +179,7 @@ def _state(event: Event) -> RoundState | None:
     if outcome == "carried":
         return "carried"
     if outcome == "skipped":
-        return "skipped"
+        return "resting" if event.get("due") is False else "skipped"
     if outcome != "committed":
         return None
     if number(event, "late_share"):

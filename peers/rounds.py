@@ -150,8 +150,9 @@ class RoundKeeper:
             "bytes_sent": 0,
             "bytes_received": 0,
             "cadence": self._presence.cadence.announced,
+            "due": self._presence.cadence.is_due(tick),
         }
-        if not self._presence.cadence.is_due(tick):
+        if not report["due"]:
             report["reason"] = f"on its line this peer takes part in 1 of {report['cadence']} rounds"
         elif state.busy.locked():
             report["reason"] = "the previous round or a fetch of this fragment is still under way"

@@ -55,6 +55,8 @@ def committed(*ticks: int, fragments: int = 2) -> list[PeerRound]:
         ("committed", {"group_size": 1}, "alone"),
         ("carried", {"late_share": 0.0}, "carried"),
         ("skipped", {"group_size": 0}, "skipped"),
+        ("skipped", {"group_size": 0, "due": True}, "skipped"),
+        ("skipped", {"group_size": 0, "due": False}, "resting"),
     ],
 )
 def test_a_round_is_told_as_it_was_for_the_peer(outcome: str, fields: dict[str, Any], state: str) -> None:
