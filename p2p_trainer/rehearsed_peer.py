@@ -184,8 +184,10 @@ class Account:
             (number(fragment, "parameters") or 0.0, number(fragment, "pending_samples") or 0.0)
             for fragment in last.get("fragments") or ()
         )
-        # Whoever was killed on purpose, or had no time to train, could not say goodbye.
-        excused = peer.killed or not stays or (peer.life.was_away and not last)
+        # Whoever was killed on purpose, or had no time to train, could not say goodbye; nor when killed and back again
+        # without coming to training.
+        back = len(peer.life.joins) > len(stays)
+        excused = peer.killed or not stays or (peer.life.was_away and not last) or (bool(peer.life.kills) and back)
         vouched = excused if not last else (stays[-1].left or excused) and last.get("exact") is True
         return cls(
             peer=peer,

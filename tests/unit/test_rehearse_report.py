@@ -337,6 +337,16 @@ def test_a_peer_that_was_meant_to_be_killed_counts_by_its_last_account() -> None
     assert any("was killed" in one for one in problems(report))
 
 
+def test_a_peer_that_was_killed_and_did_not_come_to_training_again_counts_by_its_last_account() -> None:
+    report = one_report(killed_peer(), life(joins=[0.0, 9.0], kills=[6.8]), exit_code=0)
+    assert report.peers[0].samples_add_up
+    # It came back for good, and then ended without a goodbye.
+    again = [event(19.0, "join", processed_samples=250), event(19.5, "training_started", processed_samples=250)]
+    account = event(20.0, "account", processed_samples=260, credited_samples=200.0, pending_samples=60.0, exact=True)
+    report = one_report([*killed_peer(), *again, account], life(joins=[0.0, 9.0], kills=[6.8]), exit_code=0)
+    assert not report.peers[0].samples_add_up
+
+
 def test_the_starts_of_one_peer_are_one_row() -> None:
     again = [
         event(30.0, "join", run_id="words-0123", processed_samples=220, restart=1),
