@@ -79,13 +79,16 @@ class Point:
     y: float
     title: str
     """Shown when a person points at it."""
+    aside: bool = False
+    """Drawn, but no part of the line."""
 
 
 def curve(points: Sequence[Point], x: Axis, y: Axis, *, title: str, description: str) -> Element:
-    """A line through points, in their order. Not for no points."""
+    """A line through points, in their order. There must be one."""
     width, height = CURVE_WIDTH - LEFT - RIGHT, CURVE_HEIGHT - TOP - BOTTOM
     right, bottom = LEFT + width, TOP + height
     places = [(LEFT + width * x.part(point.x), bottom - height * y.part(point.y)) for point in points]
+    line = [place for point, place in zip(points, places, strict=True) if not point.aside]
     return _image(
         title,
         description,
@@ -103,9 +106,16 @@ def curve(points: Sequence[Point], x: Axis, y: Axis, *, title: str, description:
         ),
         element("text", y.label, x=0, y=12, class_="axis"),
         element("text", x.label, x=right, y=CURVE_HEIGHT - 4, class_="axis end"),
-        element("polyline", points=" ".join(f"{left:.1f},{top:.1f}" for left, top in places), class_="curve"),
+        element("polyline", points=" ".join(f"{left:.1f},{top:.1f}" for left, top in line), class_="curve"),
         *(
-            element("circle", element("title", point.title), cx=left, cy=top, r=3.5, class_="point")
+            element(
+                "circle",
+                element("title", point.title),
+                cx=left,
+                cy=top,
+                r=2.5 if point.aside else 3.5,
+                class_="point aside" if point.aside else "point",
+            )
             for point, (left, top) in zip(points, places, strict=True)
         ),
         viewBox=f"0 0 {CURVE_WIDTH} {CURVE_HEIGHT}",

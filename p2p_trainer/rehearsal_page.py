@@ -164,24 +164,27 @@ def _losses(report: Report) -> list[Element]:
     samples = Axis.around(
         [one.samples for one in evaluations], "samples credited", from_zero=True, write=lambda value: f"{value:,.0f}"
     )
+    # A peer that fell behind evaluates an older base than others have by then.
+    newest = list(accumulate((one.samples for one in evaluations), max))
+    behind = [one.samples < most for one, most in zip(evaluations, newest, strict=True)]
     words = [
         f"{one.loss:.3f} after {one.at_seconds:.0f} s, {one.samples:,} samples\nby {one.peer}" for one in evaluations
     ]
+    shown = list(zip(evaluations, words, behind, strict=True))
     description = f"From {evaluations[0].loss:.3f} to {evaluations[-1].loss:.3f} in {len(evaluations)} evaluations."
-    by_samples = sorted(zip(evaluations, words, strict=True), key=lambda pair: pair[0].samples)
     rows = [[f"{one.at_seconds:.0f}", f"{one.samples:,}", f"{one.loss:.3f}", one.peer] for one in evaluations]
     return [
         element(
             "div",
             curve(
-                [Point(x=one.at_seconds, y=one.loss, title=text) for one, text in zip(evaluations, words, strict=True)],
+                [Point(x=one.at_seconds, y=one.loss, title=text, aside=late) for one, text, late in shown],
                 seconds,
                 loss,
                 title="Held-out loss against time",
                 description=description,
             ),
             curve(
-                [Point(x=one.samples, y=one.loss, title=text) for one, text in by_samples],
+                [Point(x=one.samples, y=one.loss, title=text, aside=late) for one, text, late in shown],
                 samples,
                 loss,
                 title="Held-out loss against credited samples",
@@ -189,6 +192,7 @@ def _losses(report: Report) -> list[Element]:
             ),
             class_="pair",
         ),
+        *([element("p", "Small grey points: a peer whose base was behind the newest.")] if any(behind) else []),
         _details(
             "The same as a table",
             _table("Held-out loss of the base", ["seconds", "samples", "loss", "evaluated by"], rows, numbers=range(3)),
@@ -362,7 +366,7 @@ def _details(summary: str, content: Element) -> Element:
 
 
 def _nothing(words: str) -> Element:
-    return element("p", words, class_="nothing")
+    return element("p", words)
 
 
 def _part(value: float, whole: float) -> float:

@@ -111,7 +111,7 @@ class Stay:
     @property
     def last_seen(self) -> float:
         """Unix seconds of the last thing that is known of it, also if that came into no book."""
-        return max(self.ended, *(number(event, "time") or 0.0 for event in self.events))
+        return max([self.ended, *(number(event, "time") or 0.0 for event in self.events)])
 
     @property
     def processed(self) -> float:
@@ -123,7 +123,7 @@ class Stay:
     def seen(self) -> float:
         """Its peer's total as it was seen last, also if that came into no book."""
         samples = [number(event, "samples") or 0.0 for event in of_kind(self.events, "train")]
-        return max(self.processed, *samples[-1:])
+        return max([self.processed, *samples[-1:]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +235,7 @@ def _stays(peer: PeerRecord) -> tuple[Stay, ...]:
 
     for event in peer.events:
         kind = event.get("event")
-        if training and (kind == "join" or _solo(event)):  # another start
+        if training and (kind == "join" or _solo(event) or _left_untrained(event)):  # another start
             close()
         if kind == "training_started" and number(event, "time") is not None:
             close()
@@ -244,6 +244,11 @@ def _stays(peer: PeerRecord) -> tuple[Stay, ...]:
             (training or before).append(event)
     close()
     return tuple(found)
+
+
+def _left_untrained(event: Event) -> bool:
+    """The goodbye of a start that did not come to training."""
+    return event.get("event") == "leave" and number(event, "training_ended") is None
 
 
 def _solo(event: Event) -> float | None:

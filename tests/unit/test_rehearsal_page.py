@@ -200,6 +200,16 @@ def test_a_life_is_shown() -> None:
     )
 
 
+def test_a_base_that_is_behind_is_no_part_of_the_curve() -> None:
+    slow = record("slow", evaluations=0)
+    old = replace(slow, events=[*slow.events, event(115.0, "eval", samples=0, loss=5.0)])
+    text = rehearsal_page(report_of(record(evaluations=3), old))
+    assert text.count("<polyline") == 2 and "behind the newest" in text
+    assert Page(text).attributes.count(("class", "point aside")) == 2
+    assert all(points.count(",") == 3 for points in re.findall(r'<polyline points="([^"]*)"', text))
+    assert "behind the newest" not in rehearsal_page(report_of(record(evaluations=3)))
+
+
 @pytest.mark.parametrize(("rounds", "peers"), [(1, 1), (400, 12), (5000, 1), (100, 1000), (10**6, 1000)])
 def test_columns_are_never_too_many(rounds: int, peers: int) -> None:
     together = rounds_of_a_column(rounds, peers)

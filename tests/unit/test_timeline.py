@@ -89,6 +89,12 @@ def test_all_peers_and_the_scene_are_on_one_clock() -> None:
     assert timeline(late).seconds == 52.0
 
 
+def test_the_goodbye_of_a_start_that_did_not_train_is_no_part_of_the_one_before() -> None:
+    life = PlayedLife(joins=[0.0, 30.0], kills=[20.0])
+    told = timeline(peer(event(1023.0, "train", samples=80), event(1090.0, "leave", reason="terminated"), life=life))
+    assert told.peers[0].trained == [(0.0, 23.0)]
+
+
 def test_evaluations_are_everybodys_in_order_and_never_before_the_beginning() -> None:
     first = peer(event(1009.0, "eval", samples=80, loss=3.0), event(1010.0, "eval", samples=90, loss=None), name="a")
     second = peer(event(999.5, "eval", samples=0, loss=5.0), event(1011.0, "eval", samples="x", loss=2.0), name="b")
