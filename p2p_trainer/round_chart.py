@@ -68,9 +68,12 @@ def round_chart(timeline: Timeline, tick_seconds: float) -> Element:
     caption = "Every mark is one round of one peer, at the time of its tick."
     if together > 1:
         caption = f"Every column is {together} rounds of one peer, sorted by what came of them."
+    caption += " Point at it for details."
+    if any(peer.happenings or peer.frozen for peer in timeline.peers):
+        caption += f" The scene's own seconds count from {timeline.scene_began_seconds:.0f} s, when all had begun."
     return element(
         "table",
-        element("caption", f"{caption} Point at it for details."),
+        element("caption", caption),
         element("thead", head),
         element("tbody", *rows),
         class_="rounds",
@@ -115,7 +118,7 @@ def _row(peer: PeerTimeline, axis: Axis, column_seconds: float, tick_seconds: fl
     return element(
         "svg",
         element("title", f"{peer.name}: {counted(peer.rounds)}"),
-        element("desc", "; ".join(_in_words(peer)) or "it was there all the time"),
+        element("desc", _life_in_words(peer)),
         *_grid(axis),
         *(
             element("line", x1=_at(axis, begin), x2=_at(axis, end), y1=FLOOR + 1, y2=FLOOR + 1, class_="starting")
@@ -141,7 +144,7 @@ def _row(peer: PeerTimeline, axis: Axis, column_seconds: float, tick_seconds: fl
         ),
         *_marks(peer.rounds, axis, column_seconds, tick_seconds),
         *(
-            _glyph(one.what, _at(axis, one.at_seconds), f"{one.what} after {one.at_seconds:.0f} s")
+            _glyph(one.what, _at(axis, one.at_seconds), f"{one.what} at {one.at_seconds:.0f} s")
             for one in peer.happenings
         ),
         role="img",
@@ -204,9 +207,9 @@ def _starting(peer: PeerTimeline, until: float) -> Iterator[tuple[float, float]]
             yield one.at_seconds, min((at for at in later if at > one.at_seconds), default=until)
 
 
-def _in_words(peer: PeerTimeline) -> list[str]:
+def _life_in_words(peer: PeerTimeline) -> str:
     happened = [(one.at_seconds, one.what) for one in peer.happenings] + [(begin, "frozen") for begin, _ in peer.frozen]
-    return [f"{what} after {at:.0f} s" for at, what in sorted(happened)]
+    return "; ".join(f"{what} at {at:.0f} s" for at, what in sorted(happened)) or "there all the time"
 
 
 def _column_in_words(rounds: Sequence[PeerRound]) -> str:

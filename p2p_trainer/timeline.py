@@ -102,6 +102,8 @@ class Timeline:
 
     began_unix_seconds: float
     """When the first peer began to train."""
+    scene_began_seconds: float
+    """When all peers that were there from the beginning had begun: a scene's own seconds count from there."""
     seconds: float
     """When the last thing happened."""
     peers: list[PeerTimeline]
@@ -115,6 +117,7 @@ def build_timeline(accounts: Sequence[Account], clock: TimelineClock) -> Timelin
     ends = [end for peer in peers for _, end in peer.trained]
     return Timeline(
         began_unix_seconds=clock.zero,
+        scene_began_seconds=clock.at_scene(0.0),
         seconds=max([0.0, *ends, *(mark.at_seconds for peer in peers for mark in peer.rounds)]),
         peers=peers,
         evaluations=_evaluations(accounts, clock),

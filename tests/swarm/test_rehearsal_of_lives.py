@@ -19,6 +19,8 @@ def test_a_killed_peer_on_a_slow_line_is_told_and_the_other_goes_on(swarm: Swarm
         *("--json", str(report_file), "--dir", str(swarm.path / "rehearsal")),
     )
     assert rehearsal.exit_code(within_seconds=240) == 0, rehearsal.text
+    page = (swarm.path / "rehearsal" / "report.html").read_text()
+    assert "killed after 12 s" in page and "by its network interface" in page
     report = json.loads(report_file.read_text())
     stayed, killed = report["peers"]
     assert (stayed["link"], killed["link"]) == ("50M/20ms", "10M/2M/40ms")
@@ -27,6 +29,12 @@ def test_a_killed_peer_on_a_slow_line_is_told_and_the_other_goes_on(swarm: Swarm
     for peer in report["peers"]:
         assert peer["rounds_committed"] > 0 and peer["credited_samples"] > 0 and peer["samples_add_up"]
         assert peer["bytes_sent_per_hour"] > 0 and peer["bytes_received_per_hour"] > 0
+        assert peer["bytes_counted"] == "line"
+    timelines = report["timeline"]["peers"]
+    assert [[one["what"] for one in peer["happenings"]] for peer in timelines] == [[], ["killed"]]
+    (killed_at,) = (one["at_seconds"] for one in timelines[1]["happenings"])
+    assert max(one["at_seconds"] for one in timelines[1]["rounds"]) < killed_at
+    assert max(one["at_seconds"] for one in timelines[0]["rounds"]) > killed_at
     assert killed["window_seconds"] < stayed["window_seconds"]
     assert report["digests_agree"] and report["leftovers"] == []
     assert "20 on 10 Mbit/s down and 2 Mbit/s up (killed after 12 s) took part in" in " ".join(rehearsal.text.split())

@@ -195,7 +195,7 @@ def test_a_life_is_shown() -> None:
         "glyph left",
     ]
     assert classes.count("frozen") == 1 and classes.count("there") == 1
-    assert "killed after 10 s; joined after 20 s; left after 30 s" in "".join(
+    assert "frozen at 5 s; killed at 10 s; joined at 20 s; left at 30 s" in "".join(
         one.text or "" for one in chart.iter("desc")
     )
 
