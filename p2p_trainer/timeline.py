@@ -20,7 +20,7 @@ closed without this contribution; it was alone and its base is its own work; no 
 waits for the next round; it did not take part, or was not meant to, by its cadence."""
 HappeningKind = Literal["joined", "left", "killed"]
 REGULAR_PART = 2 / 3
-"""A peer keeps a cadence if this part of the gaps between its rounds are the same."""
+"""A peer keeps a cadence if this part of the gaps between its rounds are the same, and of such rounds it missed few."""
 FEWEST_GAPS = 3
 
 
@@ -127,13 +127,15 @@ def build_timeline(accounts: Sequence[Account], clock: TimelineClock) -> Timelin
 def cadence(rounds: Sequence[PeerRound], fragments: int) -> int | None:
     """A peer commits every n-th round of a fragment: n, or None where there is no such rule to be seen."""
     gaps: Counter[int] = Counter()
+    committed = [one for one in rounds if is_committed(one.state)]
     for fragment in range(fragments):
-        ticks = sorted({one.tick for one in rounds if one.fragment == fragment and is_committed(one.state)})
+        ticks = sorted({one.tick for one in committed if one.fragment == fragment})
         gaps.update((after - before) // fragments for before, after in pairwise(ticks))
     if gaps.total() < FEWEST_GAPS:
         return None
     usual, times = gaps.most_common(1)[0]
-    return usual if times >= REGULAR_PART * gaps.total() else None
+    kept = times >= REGULAR_PART * gaps.total() and len(committed) * usual >= REGULAR_PART * len(rounds)
+    return usual if kept else None
 
 
 def is_committed(state: RoundState) -> bool:

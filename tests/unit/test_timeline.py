@@ -133,6 +133,12 @@ def test_rounds_without_a_new_base_do_not_make_a_cadence() -> None:
     assert cadence(timeline(account).peers[0].rounds, 2) == 2
 
 
+def test_a_peer_that_kept_a_cadence_for_a_while_only_has_none() -> None:
+    outcomes = ["committed" if tick // 2 % 2 and tick < 416 else "skipped" for tick in range(400, 440)]
+    account = peer(*(round_event(tick, outcome) for tick, outcome in enumerate(outcomes, start=400)))
+    assert cadence(timeline(account).peers[0].rounds, 2) is None
+
+
 def test_time_is_used_up_whole() -> None:
     end = event(1010.0, "leave", training_ended=1010.0, processed_samples=90, credited_samples=60.0)
     use = time_use(peer({**end, "pending_samples": 20.0, "dropped_samples": 10.0, "exact": True}))
