@@ -10,6 +10,7 @@ Fragments are staggered, so that a slow line carries something all the time inst
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -80,13 +81,16 @@ def line_use(
 class Cadence:
     """One peer's own cadence, as it announces it and as it keeps it.
 
-    It is raised at once: the others wait for it once in vain at most. It is lowered only after everybody could read of
-    it for a cycle, at a round in which this peer is due anyhow: two peers that each do not expect the other would both
-    go on alone.
+    It is raised at once: the others wait for it once in vain at most. It is lowered only when nobody reckons with the
+    higher one any more, at a round in which this peer is due anyhow: a quorum of those that take part in every round
+    is none if they are not the same for everybody.
+
+    :param settle_seconds: for how long others may still reckon with a record that has changed
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, settle_seconds: float = 0.0) -> None:
         self._schedule = schedule
+        self._settle_ticks = max(schedule.fragments, math.ceil(settle_seconds / schedule.tick_seconds))
         self._kept: CadenceValue = 1
         self._announced: CadenceValue = 1
         self._since_tick = 0
@@ -100,7 +104,7 @@ class Cadence:
         """Whether we take part in a tick's round; ticks are asked for in order."""
         if not is_due(self._schedule, tick, self._kept):
             return False
-        if tick >= self._since_tick + self._schedule.fragments:
+        if tick >= self._since_tick + self._settle_ticks:
             self._kept = self._announced
         return True
 

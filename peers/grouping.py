@@ -31,7 +31,7 @@ from dht_config.errors import RecordError
 from dht_config.records import RoundAnnouncement, open_announcement
 from peers.closing import Reliability
 from peers.ledger import PendingSpan
-from peers.lineage import Claim, has_quorum
+from peers.lineage import Claim
 from peers.messages import LEAST_GROUP_ID_BYTES, MAX_GROUP_SIZE, MOST_GROUP_ID_BYTES
 from peers.round_plan import GroupMember
 from peers.transport import TRANSPORT_ERRORS
@@ -97,8 +97,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
 
     :param size: elements of the fragment
     :param possible_samples: more than this nobody can have processed by now
-    :param expected: the training peers known now that take part in a tick's round, as base58 ids, without ourselves:
-        what a quorum is counted against
+    :param is_quorum: whether peers, as base58 ids with ourselves, may make the next version
     :param silent_leaders: those that accepted us and never began, or began nonsense, are not followed for a while
     """
 
@@ -112,11 +111,11 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         servicer_type: type[ServicerBase],
         matchmaking_seconds: float,
         size: int,
-        expected: Callable[[int], Collection[str]],
+        is_quorum: Callable[[Collection[str]], bool],
         possible_samples: Callable[[], float],
         silent_leaders: Reliability,
     ) -> None:
-        self._expected = expected
+        self._is_quorum = is_quorum
         self._silent_leaders = silent_leaders
         self._size = size
         self._possible_samples = possible_samples
@@ -140,10 +139,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
     def min_group_size(self) -> int:
         """As many as are here if they are a quorum, else one more than are here."""
         members = {str(self.peer_id), *(str(peer) for peer in self.current_followers)}
-        if self._search is None:
-            return len(members) + 1
-        everyone = {str(self.peer_id), *self._expected(self._search.tick)}
-        return len(members) if has_quorum(members, everyone) else len(members) + 1
+        return len(members) if len(members) > 1 and self._is_quorum(members) else len(members) + 1
 
     @min_group_size.setter
     def min_group_size(self, value: int) -> None:
@@ -162,8 +158,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         members = self._members(group.peer_ids, group.gathered, search) if group is not None else None
         if group is None or members is None:
             return None
-        everyone = {str(self.peer_id), *self._expected(search.tick)}
-        if not has_quorum({str(member.peer_id) for member in members}, everyone):
+        if not self._is_quorum({str(member.peer_id) for member in members}):
             return None  # the leader's word is not enough: a group of too few could make a rival base
         return group.group_id, members
 

@@ -83,17 +83,23 @@ def in_step(claims: Mapping[str, Claim], cadences: Mapping[str, int]) -> dict[st
     return {peer: claim for peer, claim in claims.items() if peer in steady or claim.version >= newest}
 
 
-def has_quorum(members: Collection[str], present: Collection[str]) -> bool:
+def has_quorum(members: Collection[str], cadences: Mapping[str, int]) -> bool:
     """Whether a group may make the next version, so that no second group can make a rival one.
 
-    At least two members, and more than half of the training peers that are present; exactly half suffices for the
-    half that holds the smallest peer id.
+    More than half of those peers that take part in every round: a majority of whoever is due now would be no majority
+    of whoever is due at the next tick. Where all have one cadence, exactly half suffices for the half that holds the
+    smallest peer id. At least two members, unless only one takes part in every round.
 
     :param members: the group, ourselves included
-    :param present: all training peers that are known and reachable, ourselves included
+    :param cadences: of all training peers that are known and reachable, ourselves included; a member that is not among
+        them counts as one that takes part in every round
     """
-    everyone = set(present) | set(members)
-    inside = len(set(members))
-    if inside < 2:
+    group = set(members)
+    least = min(cadences.values(), default=1)
+    everyone = {**dict.fromkeys(group, least), **cadences}
+    steady = lowest(everyone)
+    inside = len(steady & group)
+    if len(group) < 2 and len(steady) > 1:
         return False
-    return 2 * inside > len(everyone) or (2 * inside == len(everyone) and min(everyone) in members)
+    half = len(steady) == len(everyone) and 2 * inside == len(steady) and min(steady) in group
+    return 2 * inside > len(steady) or half

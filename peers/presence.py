@@ -24,7 +24,7 @@ from peers.context import RunContext
 from peers.contribution import shares
 from peers.daemon import answers_elsewhere, dial, refuses
 from peers.door import remember_addresses, remembered_addresses, set_clock
-from peers.lineage import Claim
+from peers.lineage import Claim, has_quorum
 from peers.membership import Member, View, read_view
 from peers.messages import Ask, AskHeader
 from peers.pipe import Event
@@ -67,7 +67,7 @@ class Presence:
         self.caught_up = False
         """Whether our base of any fragment has been the swarm's. Before that nobody should count on us: on a line too
         slow to keep up, a peer that rounds wait for would hold everybody up."""
-        self.cadence = Cadence(run.schedule)
+        self.cadence = Cadence(run.schedule, RECORD_SECONDS)
         self._goodbye = False
         self._own_record: Member | None = None
         self._known: set[str] = set()
@@ -231,6 +231,12 @@ class Presence:
         cadences = self.view.cadences()
         return frozenset(peer for peer in self.present() if is_due(self._run.schedule, tick, cadences[peer]))
 
+    def is_quorum(self, members: Collection[str]) -> bool:
+        """Whether these peers, ourselves among them, may make the next version of a fragment."""
+        cadences = self.view.cadences()
+        known = {peer: cadences[peer] for peer in self.present()}
+        return has_quorum(members, {**known, str(self._run.settings.identity.peer_id): self.cadence.announced})
+
     async def look_for_dead(self, peers: Collection[str]) -> None:
         """Find out which of the peers that failed us ended: their machine answers, but nobody listens there any more.
 
@@ -254,7 +260,7 @@ class Presence:
             await self.refresh()
         except TRANSPORT_ERRORS as error:
             raise RoundVoid("the records of other peers could not be read") from error
-        if self.expected(tick):
+        if self.expected(tick) and not self.is_quorum({str(self._run.settings.identity.peer_id)}):
             raise RoundVoid("another peer has just joined; averaging with it from the next round on")
         neighbours = list(self._run.node.protocol.routing_table.uid_to_peer_id.values())[:ALONE_NEIGHBOURS]
         if any(await asyncio.gather(*(self._run.node.protocol.call_ping(peer) for peer in neighbours))):

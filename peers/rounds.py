@@ -101,7 +101,7 @@ class RoundKeeper:
                 servicer_type=SwarmServicer,
                 matchmaking_seconds=averaging.matchmaking_seconds,
                 size=state.size,
-                expected=presence.expected,
+                is_quorum=presence.is_quorum,
                 possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
                 silent_leaders=silent_leaders,
             )
@@ -341,7 +341,7 @@ class RoundKeeper:
         self._found_nobody = found is None
         if found is None:
             await self._presence.look_for_dead(expected)
-            if not self._presence.expected(brought.tick):
+            if not self._presence.expected(brought.tick) or self._presence.is_quorum({str(me.peer_id)}):
                 await self._presence.confirm_alone(brought.tick, begins)
                 return b"alone", (me,)
             raise _Lost(f"no group of enough of the {len(expected) + 1} training peers came together")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hivemind.p2p import PeerID
 
+from dht_config.manifest import AveragingSection
 from peers.arena import SharedArena
 from peers.bases import BaseKeeper
 from peers.cadence import Cadence
@@ -77,7 +78,7 @@ class Peer:
             node=SimpleNamespace(protocol=SimpleNamespace(wait_timeout=3.0)),
             settings=SimpleNamespace(role="training"),
             signed_manifest=SimpleNamespace(initial_digests=(bytes(32), bytes(32))),
-            manifest=SimpleNamespace(averaging=SimpleNamespace(mode="local")),
+            manifest=SimpleNamespace(averaging=AveragingSection()),
             schedule=swarm.schedule,
             training=SimpleNamespace(send=self.told.append, begun=None),
             own_id=self.id.to_bytes(),

@@ -89,6 +89,16 @@ def test_it_is_lowered_a_cycle_after_everybody_could_read_of_it() -> None:
     assert due(cadence, range(8, 18)) == [10, 13, 14, 15, 16, 17]
 
 
+def test_it_is_not_lowered_before_old_records_have_expired() -> None:
+    cadence = Cadence(SCHEDULE, settle_seconds=20.0)
+    cadence.measured(use(50.0), 3)
+    assert due(cadence, range(4, 8)) == [7]
+    cadence.took_part(7, late=False)
+    cadence.measured(use(1000.0), 7)
+    assert due(cadence, range(8, 30)) == [10, 13, 16, 23, 26, 29]
+    assert due(cadence, range(30, 34)) == [30, 31, 32, 33]
+
+
 def test_it_does_not_go_to_and_fro_with_a_rate_at_the_border() -> None:
     cadence, border = Cadence(SCHEDULE), 100.0 / SHARE_OF_LINE
     assert cadence.measured(use(0.99 * border), 0)

@@ -23,7 +23,7 @@ from dht_config.identity import Identity, load_or_create_identity
 from dht_config.records import MAX_SPANS, RoundAnnouncement, _announcement_message, seal
 from peers.closing import Reliability
 from peers.grouping import FragmentMatchmaking, GroupSearch, _member
-from peers.lineage import Claim
+from peers.lineage import Claim, has_quorum
 from peers.messages import AveragedPart
 from peers.reducer import MAX_ABSOLUTE_AVERAGE, PartReducer, Rules
 from peers.round_plan import GroupMember, element_samples, plan_round, receipt_for
@@ -131,7 +131,7 @@ class Follower:
             servicer_type=Leader,
             matchmaking_seconds=SEARCH_SECONDS,
             size=SIZE,
-            expected=lambda tick: [str(self.leader.peer_id)],
+            is_quorum=lambda members: has_quorum(members, {str(self.leader.peer_id): 1}),
             possible_samples=lambda: POSSIBLE_SAMPLES,
             silent_leaders=self.silent,
         )
