@@ -12,7 +12,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -21,15 +21,26 @@ import torch
 from torch import nn
 
 from dht_config.address import Address, parse_addresses
-from dht_config.errors import CheckpointError, DataError, FingerprintError, ManifestError, PortInUseError
+from dht_config.errors import (
+    CheckpointError,
+    DataError,
+    DeviceError,
+    DeviceLostError,
+    FingerprintError,
+    ManifestError,
+    P2PTrainerError,
+    PortInUseError,
+)
 from dht_config.identity import OrganiserKey
 from dht_config.invite import MAX_ADDRESSES, Invite
 from dht_config.manifest import PROTOCOL_VERSION, RunManifest, differing_fields
 from dht_config.network import NetworkSettings
 from dht_config.records import SignedManifest, sign_manifest
 from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, optimizer_from_tensors, save_checkpoint
-from p2p_trainer.hardware import device_name, pick_device, set_thread_count
+from p2p_trainer.devices import device_failures, pick_device, set_thread_count
+from p2p_trainer.hardware import device_name
 from p2p_trainer.inner_optimizer import build_inner_optimizer
+from p2p_trainer.limits import raise_open_file_limit
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, LocalMode, Mode
 from p2p_trainer.run_directory import RunDirectory
@@ -139,6 +150,7 @@ class Session:
             path = default_data_directory() / self.target.run_id / name
         if self.target.manifest is not None and self.target.task is not None:
             check_model(self.target.manifest, self.target.task)
+        raise_open_file_limit()
         self.directory = RunDirectory(path)
         try:
             with MetricsWriter(self.directory.metrics_path, listener=self.listener.event) as self.metrics:
@@ -149,6 +161,10 @@ class Session:
                     self._stop()
                     self.metrics.write("leave", reason=str(request))
                     return str(request)
+                except (DeviceError, DeviceLostError) as error:
+                    # The averaging process is well, and the others should not have to find out that we are gone.
+                    self._say_goodbye(error)
+                    raise
                 finally:
                     self.swarm.close()
         finally:
@@ -408,8 +424,12 @@ class Session:
     # -------------------------------------------------------------- training
 
     def _train(self, prepared: Prepared, connected: Connected) -> str:
-        manifest, task, layout, arena = prepared.manifest, prepared.task, prepared.layout, prepared.arena
         device = pick_device(self.settings.device)
+        with device_failures(device):
+            return self._train_on(device, prepared, connected)
+
+    def _train_on(self, device: torch.device, prepared: Prepared, connected: Connected) -> str:
+        manifest, task, layout, arena = prepared.manifest, prepared.task, prepared.layout, prepared.arena
         model = prepared.model.to(device)
         parameters = trainable(model)
         throughput = self._measure(task, model, manifest, device)
@@ -550,6 +570,12 @@ class Session:
                 if trainer is not None:
                     trainer.handle(message)
         return None
+
+    def _say_goodbye(self, error: P2PTrainerError) -> None:
+        """Leave without the parameters, which are out of reach; the last checkpoint stays."""
+        with suppress(P2PTrainerError):  # what stopped training is what a person should hear of
+            self._stop()
+        self.metrics.write("leave", reason=error.problem, exit_code=int(error.exit_code))
 
     def _save_last(self, trainer: Trainer, stopped: Stopped | None) -> str:
         """The checkpoint of a clean end; if the averaging process did not end, the last one stays.

@@ -144,6 +144,8 @@ def test_exit_codes_are_a_promise() -> None:
         "SWARM_PROCESS_DIED": 22,
         "REHEARSAL_FAILED": 23,
         "LIMITS": 24,
+        "CHECKS_FAILED": 25,
+        "DEVICE_LOST": 26,
         "INTERRUPTED": 130,
     }
 
