@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import ipaddress
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,17 +22,15 @@ from torch import nn
 from dht_config.address import Address, parse_addresses
 from dht_config.errors import (
     CheckpointError,
-    DataError,
     DeviceError,
     DeviceLostError,
-    FingerprintError,
     ManifestError,
     P2PTrainerError,
     PortInUseError,
 )
 from dht_config.identity import OrganiserKey
 from dht_config.invite import MAX_ADDRESSES, Invite
-from dht_config.manifest import PROTOCOL_VERSION, RunManifest, differing_fields
+from dht_config.manifest import RunManifest
 from dht_config.network import NetworkSettings
 from dht_config.records import SignedManifest, sign_manifest
 from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, optimizer_from_tensors, save_checkpoint
@@ -45,7 +42,7 @@ from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, LocalMode, Mode
 from p2p_trainer.run_directory import RunDirectory
 from p2p_trainer.settings import PeerSettings, default_data_directory
-from p2p_trainer.target import Target, check_model, layout_of, manifest_target, trainable
+from p2p_trainer.target import Target, check_model, checked_manifest, layout_of, trainable
 from p2p_trainer.tasks import Task
 from p2p_trainer.throughput import Throughput, inner_step, measure_throughput
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
@@ -270,7 +267,7 @@ class Session:
         """Check the manifest, build the model, and put the bases we have into the arena."""
         signed = connected.signed_manifest or self.stored
         if signed is not None:
-            manifest, task = signed.manifest(), self._checked_task(signed)
+            manifest, task = checked_manifest(signed, self.target, allow_files=self.settings.allow_files)
         elif self.target.manifest is not None and self.target.task is not None:
             manifest, task = self.target.manifest, self.target.task
         else:
@@ -325,33 +322,6 @@ class Session:
             },
         )
         return signed
-
-    def _checked_task(self, signed: SignedManifest) -> Task:
-        """The run's task, if this program would do exactly what the run does. :raises FingerprintError:"""
-        manifest = signed.manifest()
-        task = manifest_target(manifest).task
-        problems = []
-        if signed.protocol_version != PROTOCOL_VERSION:
-            problems.append(f"protocol_version: ours {PROTOCOL_VERSION}, theirs {signed.protocol_version}")
-        if task is None or task.version != signed.task_version:
-            ours = task.version if task is not None else None
-            problems.append(f"version of the task {manifest.task.name}: ours {ours}, theirs {signed.task_version}")
-        if self.target.manifest is not None:
-            ours_json = json.loads(self.target.manifest.canonical_json())
-            problems += differing_fields(ours_json, json.loads(signed.manifest_json))
-        if problems or task is None:
-            raise FingerprintError(
-                f"This peer and the run {signed.run_id()} differ in {'; '.join(problems)}.",
-                f"The run was started with p2p-trainer {signed.software_version}: install that version, or use the "
-                "run's own manifest.",
-            )
-        wanted = [f"{key} = {manifest.data[key]}" for key in ("files", "tokenizer") if key in manifest.data]
-        if self.target.invite is not None and wanted and not self.settings.allow_files:
-            raise DataError(
-                f"This run wants to read files on this machine ({', '.join(wanted)}).",
-                "If you agree, start again with --allow-files.",
-            )
-        return task
 
     def _load_checkpoint(self, layout: FragmentLayout) -> Checkpoint | None:
         found = load_checkpoint(self.directory.path, self.view.status)

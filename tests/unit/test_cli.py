@@ -53,6 +53,8 @@ COMMANDS = {
     "bootstrap": COMMON | SHOWN | {"target"},
     "example": {"name"},
     "status": {"target", "--peer", "--wait-seconds", "--json", "--verbose", "-v"},
+    "doctor": {"target", "--dir", "--settings", "--host", "--port", "--peer", "--device", "--wait-seconds"}
+    | {"--allow-files", "--json", "--verbose", "-v"},
     "rehearse": {"--peers", "--seconds", "--run", "--json", "--html", "--dir", "--keep", "--verbose", "-v"}
     | {"run", "--scene", "--churn", "--minutes", "--seed"},
 }
