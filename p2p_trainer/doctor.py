@@ -1,7 +1,7 @@
 """``p2p-trainer doctor``: everything that keeps a peer from working, looked at one by one, with cause and remedy.
 
-Groups of checks run in processes of their own (``findings.py``): the driver, the device, the rest of the machine, the
-run. What is judged how stands in ``machine_checks.py`` and ``swarm_checks.py``.
+Each look at the machine, and the one at the run, happens in a process of its own (``findings.py``). What the figures
+mean stands in ``machine_checks.py`` and ``swarm_checks.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from dht_config.address import Address
-from dht_config.errors import DeviceError, ExitCode, P2PTrainerError
+from dht_config.errors import ExitCode, P2PTrainerError
 from dht_config.manifest import RunManifest
 from p2p_trainer.devices import nvidia_device_present, pick_device
 from p2p_trainer.findings import Finding, Note, Report, not_known, run_isolated
@@ -66,6 +66,7 @@ DRIVER_SECONDS = 30.0
 DEVICE_SECONDS = 120.0
 """Starting CUDA takes seconds on a good day, a minute where its kernels must be compiled first."""
 LIMITS_SECONDS = 20.0
+"""A disk on another machine may not answer."""
 SWARM_SECONDS = 120.0
 """Beyond the time to wait for somebody."""
 
@@ -74,7 +75,6 @@ AFTER_FAILURE: dict[ExitCode, tuple[str, ...]] = {
     ExitCode.DEVICE: ("driver", "memory"),
     ExitCode.DEVICE_LOST: ("driver", "memory"),
     ExitCode.LIMITS: ("memory", "disk", "open_files"),
-    ExitCode.DIRECTORY: ("disk",),
     ExitCode.CHECKPOINT: ("disk",),
     ExitCode.SWARM_PROCESS_DIED: ("memory", "disk", "open_files"),
 }
@@ -112,17 +112,23 @@ def examine_everything(patient: Patient, say: Callable[[str], None]) -> list[Fin
 
 
 def examine_machine(patient: Patient, need: Need, checks: Sequence[str]) -> list[Finding]:
-    """The chosen ones of MACHINE_CHECKS, in that order."""
-    groups: tuple[tuple[tuple[str, ...], Callable[[Report], None], float], ...] = (
-        (("driver",), lambda report: _examine_driver(patient, report), DRIVER_SECONDS),
-        (("device",), lambda report: _examine_device(patient, need, report), DEVICE_SECONDS),
-        (MACHINE_CHECKS[2:], lambda report: _examine_limits(patient, need, report), LIMITS_SECONDS),
-    )
-    findings = []
-    for names, examination, seconds in groups:
-        if set(names) & set(checks):
-            findings += [one for one in run_isolated(names, examination, seconds)[0] if one.check in checks]
-    return findings
+    """The chosen ones of MACHINE_CHECKS, each in a process of its own."""
+    looks: dict[str, tuple[Callable[[Patient, Need], Finding], float]] = {
+        "driver": (_look_at_driver, DRIVER_SECONDS),
+        "device": (_look_at_device, DEVICE_SECONDS),
+        "memory": (_look_at_memory, LIMITS_SECONDS),
+        "disk": (_look_at_disk, LIMITS_SECONDS),
+        "shared_memory": (lambda _patient, _need: judge_shared_memory(read_limits()), LIMITS_SECONDS),
+        "open_files": (lambda _patient, _need: judge_open_files(read_limits()), LIMITS_SECONDS),
+        "ip": (_look_at_ip, LIMITS_SECONDS),
+    }
+
+    def one(check: str) -> Finding:
+        look, seconds = looks[check]
+        (finding,), _ = run_isolated((check,), lambda report: report(look(patient, need)), seconds)
+        return finding
+
+    return [one(check) for check in checks]
 
 
 def failing_lines(error: P2PTrainerError, patient: Patient) -> list[str]:
@@ -154,39 +160,35 @@ def exit_code(findings: Sequence[Finding]) -> ExitCode:
     return ExitCode.CHECKS_FAILED if any(finding.ok is False for finding in findings) else ExitCode.OK
 
 
-def _examine_driver(patient: Patient, report: Report) -> None:
-    report(
-        judge_driver(
-            read_nvml(),
-            card_present=nvidia_device_present(),
-            torch_cuda=torch.version.cuda,
-            asked_for_cpu=(patient.settings.device or "").startswith("cpu"),
-        )
+def _look_at_driver(patient: Patient, need: Need) -> Finding:
+    return judge_driver(
+        read_nvml(),
+        card_present=nvidia_device_present(),
+        torch_cuda=torch.version.cuda,
+        asked_for_cpu=(patient.settings.device or "").startswith("cpu"),
     )
 
 
-def _examine_device(patient: Patient, need: Need, report: Report) -> None:
+def _look_at_device(patient: Patient, need: Need) -> Finding:
     limits = read_limits()
-    try:
-        device = pick_device(patient.settings.device)
-    except DeviceError as error:
-        report(Finding(check="device", ok=False, cause=error.problem, remedy=error.remedy))
-        return
-    report(judge_device(read_device(device, limits), need, limits.cores))
+    return judge_device(read_device(pick_device(patient.settings.device), limits), need, limits.cores)
 
 
-def _examine_limits(patient: Patient, need: Need, report: Report) -> None:
-    limits, directory = read_limits(), patient.directory
+def _look_at_memory(patient: Patient, need: Need) -> Finding:
     # Said without starting a device: nothing but a card has memory of its own.
     wanted = patient.settings.device or ("cuda" if nvidia_device_present() or torch.version.hip else "cpu")
-    on_card = wanted.startswith("cuda")
-    report(judge_memory(limits, need, computes_here=not on_card))
+    return judge_memory(read_limits(), need, computes_here=not wanted.startswith("cuda"))
+
+
+def _look_at_disk(patient: Patient, need: Need) -> Finding:
+    directory = patient.directory
     there = next(parent for parent in (directory, *directory.absolute().parents) if parent.exists())
     writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    report(judge_disk(directory, free_disk_bytes(directory), writable=writable, need=need))
-    report(judge_shared_memory(limits))
-    report(judge_open_files(limits))
-    report(judge_ip(_source_address("192.0.2.1"), _source_address("2001:db8::1")))
+    return judge_disk(directory, free_disk_bytes(directory), writable=writable, need=need)
+
+
+def _look_at_ip(patient: Patient, need: Need) -> Finding:
+    return judge_ip(_source_address("192.0.2.1"), _source_address("2001:db8::1"))
 
 
 def _examine_run(patient: Patient, target: Target, say: Callable[[str], None]) -> tuple[list[Finding], Need]:

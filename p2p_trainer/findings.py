@@ -136,7 +136,7 @@ def _report_through(examine: Examination, pipe: Connection, parent: int) -> None
         send({"failure": one_line(error.problem), "remedy": one_line(error.remedy)})
     except BaseException as error:  # the boundary of a process: whatever it is becomes a finding
         _log.debug("A check failed", exc_info=error)
-        what = one_line(f"{type(error).__name__}: {error}")[:200]
+        what = one_line(f"{type(error).__name__}: {error}")[:200].rstrip(": ")
         send({"failure": f"This check failed itself ({what}).", "remedy": _TELL_MAINTAINERS})
 
 
