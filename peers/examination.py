@@ -25,7 +25,7 @@ from dht_config.validators import SwarmRecordValidator
 from peers.clock import SwarmClock
 from peers.daemon import DialOutcome, DialReport, dial_all, start_daemon
 from peers.dial_back import Reached, ask_to_dial_back
-from peers.door import enter_dht, fetch_manifest, find_someone, set_clock, wait_for_answer
+from peers.door import dial_until_answered, enter_dht, fetch_manifest, set_clock, wait_for_answer
 from peers.membership import View, read_view
 from peers.servicer import SwarmServicer
 
@@ -109,14 +109,12 @@ async def examine(what: Examined, socket_directory: Path, on_waiting: Callable[[
 
 
 async def _facts(what: Examined, p2p: P2P, clock: SwarmClock, on_waiting: Callable[[str], None]) -> AsyncIterator[Fact]:
-    reports = await dial_all(p2p, what.addresses)
-    known = [report.address for report in reports if report.outcome is DialOutcome.CONNECTED]
-    if not known:
-        known = await find_someone(
-            p2p, what.addresses, may_start=False, wait_seconds=what.wait_seconds, on_waiting=on_waiting
-        )
-        reports = await dial_all(p2p, what.addresses)
+    reports = await dial_until_answered(
+        p2p, what.addresses, may_start=False, wait_seconds=what.wait_seconds, on_waiting=on_waiting
+    )
     yield Dialled(reports=tuple(reports))
+
+    known = [report.address for report in reports if report.outcome is DialOutcome.CONNECTED]
 
     def stub(peer: PeerID) -> Any:
         return SwarmServicer.get_stub(p2p, peer, namespace=rpc_namespace(what.run_id))

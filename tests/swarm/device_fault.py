@@ -1,7 +1,7 @@
 """A peer whose graphics card fails, for tests: ``python device_fault.py ARGUMENTS OF THE PROGRAM``.
 
-DEVICE_FAULT is ``hidden`` (the machine has a card that torch does not see; NVML is whatever LD_LIBRARY_PATH leads to) or
-a number: the training step at which the card is gone for good.
+DEVICE_FAULT is ``hidden`` (the machine has a card that torch does not see; NVML is whatever LD_LIBRARY_PATH leads to)
+or a number: the training step at which the card is gone for good.
 """
 
 from __future__ import annotations
