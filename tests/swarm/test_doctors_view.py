@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 from harness import Swarm, assert_no_traceback
 
+from dht_config.address import parse_address
 from dht_config.errors import ExitCode
 from dht_config.invite import Invite
 
@@ -57,4 +62,51 @@ def test_a_door_that_is_shut_and_a_run_that_is_unknown_are_findings(swarm: Swarm
     found = looked(swarm, bootstrap.invite, "--wait-seconds", "1", code=ExitCode.CHECKS_FAILED)
     assert found["swarm"]["ok"] is False and "nobody listens there" in found["swarm"]["cause"]
     assert found["memory"]["ok"] is True
+    assert_no_traceback(*swarm.peers)
+
+
+@contextmanager
+def router(port: int, outside: str) -> Iterator[int]:
+    """Passes connections on to a port of this machine, as if they came from another address; gives its own port.
+
+    Like NAT that forwards nothing back: whoever is called sees ``outside``.
+    """
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                inner, _ = listener.accept()
+                outer = socket.create_connection(("127.0.0.1", port), source_address=(outside, 0))
+                for ends in ((inner, outer), (outer, inner)):
+                    threading.Thread(target=pump, args=ends, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+        yield listener.getsockname()[1]
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this machine's on Linux only")
+def test_behind_a_router_peers_tell_where_they_see_this_machine_and_whether_they_reach_it(swarm: Swarm) -> None:
+    invite = Invite.decode(swarm.bootstrap().invite)
+    address = parse_address(invite.addresses[0])
+    with router(address.transport.port, "127.0.0.9") as port:
+        through = address.text.replace(f"/tcp/{address.transport.port}/", f"/tcp/{port}/")
+        behind = invite.model_copy(update={"addresses": (through,)}).encode()
+        found = looked(swarm, behind, "--host", "127.0.0.1", code=ExitCode.CHECKS_FAILED)
+        assert found["port"]["ok"] is False and "at 127.0.0.9" in found["port"]["cause"]
+        assert found["nat"]["ok"] is False and "peers see 127.0.0.9" in found["nat"]["cause"]
+        assert "--announce /ip4/127.0.0.9/tcp/31337" in found["nat"]["remedy"]
+        # A router that forwards the port: here, to listen on every address is the same.
+        found = looked(swarm, behind, "--host", "0.0.0.0")
+        assert found["nat"]["ok"] is True and "forwards the port" in found["nat"]["cause"]
     assert_no_traceback(*swarm.peers)
