@@ -88,9 +88,12 @@ def one_line(text: str) -> str:
 
 def _rows_of_child(examine: Examination, limit_seconds: float) -> tuple[list[dict[str, Any]], tuple[str, str] | None]:
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_report_through, args=(examine, theirs, os.getpid()), daemon=True)
-    process.start()
+    try:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_report_through, args=(examine, theirs, os.getpid()), daemon=True)
+        process.start()
+    except OSError as error:
+        return [], (f"No process could be started for this check ({error.strerror}).", "Close other programs.")
     theirs.close()
     found: list[dict[str, Any]] = []
     failure: tuple[str, str] | None = None

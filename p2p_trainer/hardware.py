@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 
 from p2p_trainer.limits import Limits, free_disk_bytes, read_limits
@@ -36,7 +35,7 @@ class DeviceFacts:
     kind: Kind
     index: int = 0
     name: str
-    """As people know it, at most 64 characters: "NVIDIA GeForce RTX 3090"."""
+    """As people know it, in 1 to 64 characters: "NVIDIA GeForce RTX 3090"."""
     uuid: str = ""
     """As NVML writes it; the same at every start, unlike the index."""
     driver: str = ""
@@ -84,19 +83,7 @@ def read_device(device: torch.device, limits: Limits) -> DeviceFacts:
         name=_short(_processor_name()),
         total_bytes=limits.total_memory_bytes,
         free_bytes=limits.free_memory_bytes,
-        utilisation=_cpu_utilisation(),
     )
-
-
-def device_name(device: torch.device) -> str:
-    """Name the device as people know it, in at most 64 characters.
-
-    Never fails: whatever NVML refuses, torch's or the system's name takes its place.
-    """
-    if device.type == "cuda":
-        card = _card_of(device)
-        return _short((card.name if card is not None else "") or torch.cuda.get_device_name(device))
-    return _short(_processor_name() or device.type)
 
 
 def agreed_memory(
@@ -121,7 +108,7 @@ def _cuda_facts(device: torch.device) -> DeviceFacts:
     return DeviceFacts(
         kind="cuda",
         index=device.index or 0,
-        name=_short((card.name if card else "") or torch.cuda.get_device_name(device)),
+        name=_short((card.name if card else "") or torch.cuda.get_device_name(device)) or "CUDA device",
         uuid=card.uuid if card else "",
         driver=nvml_driver,
         total_bytes=total,
@@ -130,10 +117,6 @@ def _cuda_facts(device: torch.device) -> DeviceFacts:
         temperature_celsius=card.temperature_celsius if card else None,
         power_watts=card.power_watts if card else None,
     )
-
-
-def _card_of(device: torch.device) -> CardFacts | None:
-    return _driver_and_card_of(device)[1]
 
 
 def _driver_and_card_of(device: torch.device) -> tuple[str, CardFacts | None]:
@@ -147,14 +130,6 @@ def _driver_and_card_of(device: torch.device) -> tuple[str, CardFacts | None]:
     return nvml.driver, match_card(nvml.cards, uuid, device.index or 0, visible)
 
 
-def _cpu_utilisation() -> float | None:
-    """Of the whole machine, over a tenth of a second."""
-    try:
-        return min(1.0, float(psutil.cpu_percent(interval=0.1)) / 100)
-    except OSError:
-        return None
-
-
 def _processor_name() -> str:
     try:
         for line in (_PROC / "cpuinfo").read_text(errors="replace").splitlines():
@@ -163,7 +138,7 @@ def _processor_name() -> str:
                 return value.strip()
     except OSError as error:
         _log.debug("/proc/cpuinfo cannot be read (%s): the platform module names the processor.", error)
-    return platform.processor() or platform.machine()
+    return platform.processor() or platform.machine() or "processor"
 
 
 def _short(name: str) -> str:

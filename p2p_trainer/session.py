@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ from dht_config.network import NetworkSettings
 from dht_config.records import SignedManifest, sign_manifest
 from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, optimizer_from_tensors, save_checkpoint
 from p2p_trainer.devices import device_failures, pick_device, set_thread_count
-from p2p_trainer.hardware import device_name
+from p2p_trainer.hardware import read_hardware
 from p2p_trainer.inner_optimizer import build_inner_optimizer
 from p2p_trainer.limits import raise_open_file_limit
 from p2p_trainer.metrics import MetricsWriter
@@ -400,6 +400,8 @@ class Session:
 
     def _train_on(self, device: torch.device, prepared: Prepared, connected: Connected) -> str:
         manifest, task, layout, arena = prepared.manifest, prepared.task, prepared.layout, prepared.arena
+        machine = read_hardware(device, self.directory.path)
+        self.metrics.write("machine", **asdict(machine))
         model = prepared.model.to(device)
         parameters = trainable(model)
         throughput = self._measure(task, model, manifest, device)
@@ -431,7 +433,7 @@ class Session:
             BeginTraining(
                 samples_per_second=throughput.samples_per_second,
                 micro_batch=throughput.micro_batch,
-                device=device_name(device),
+                device=machine.device.name,
             )
         )
         self.view.status("In the swarm: training begins. Ctrl-C leaves; the run goes on, and your progress is kept.")

@@ -17,15 +17,15 @@ LIMITED = (str(Path(__file__).with_name("limited.py")),)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mount namespaces are Linux's")
-@pytest.mark.parametrize(("size", "megabytes"), [("64m", 64), ("1m", 1)])
-def test_256_open_files_and_a_small_dev_shm_are_enough(swarm: Swarm, size: str, megabytes: int) -> None:
+@pytest.mark.parametrize(("size", "shown"), [("64m", "67 MB"), ("1m", "1.0 MB")])
+def test_256_open_files_and_a_small_dev_shm_are_enough(swarm: Swarm, size: str, shown: str) -> None:
     tight = {"LIMITED_FILES": "256", "LIMITED_SHM": size}
     looked = swarm.run("doctor", "doctor", "--device", "cpu", environment=tight, program=LIMITED)
     if looked.exit_code() == REFUSED:
         pytest.skip("mounting is not allowed here")
     said = {line[2:15].strip(): line for line in looked.text.splitlines() if line[:1] in "✓✗?"}
     assert said["open files"].startswith("✓") and "256" in said["open files"]
-    assert said["shared memory"].startswith("✓") and f"{megabytes}" in said["shared memory"]
+    assert said["shared memory"].startswith("✓") and shown in said["shared memory"]
     invite = swarm.bootstrap().invite
     peers = [swarm.join(name, invite, environment=tight, program=LIMITED) for name in ("one", "two")]
     swarm.wait_averaged(*peers, rounds=3)

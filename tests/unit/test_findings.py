@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -72,6 +73,16 @@ def test_a_check_that_hangs_is_given_up() -> None:
 def test_a_check_without_a_finding_is_not_known() -> None:
     findings, _ = run_isolated(CHECKS, good_then(lambda: None), 60)
     assert [finding.ok for finding in findings] == [True, None, None]
+
+
+def test_a_machine_that_starts_no_further_process_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    first, second, _ = run_isolated(CHECKS, good_then(lambda: None), 60)[0]
+    assert first.ok is False and "Resource temporarily unavailable" in first.cause
+    assert second.ok is None
 
 
 def test_findings_come_in_the_order_that_was_promised_and_notes_beside_them() -> None:

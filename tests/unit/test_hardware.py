@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from p2p_trainer import hardware
-from p2p_trainer.hardware import agreed_memory, device_name, read_hardware
+from p2p_trainer.hardware import agreed_memory, read_device, read_hardware
+from p2p_trainer.limits import read_limits
 from p2p_trainer.nvml import CardFacts
 
 
@@ -45,10 +48,15 @@ def test_this_machine_can_be_read(tmp_path: Path) -> None:
     assert machine.disk_free_bytes is not None and machine.disk_free_bytes > 0
 
 
-def test_the_processor_has_a_name_that_fits_a_profile() -> None:
-    assert 0 < len(device_name(torch.device("cpu"))) <= 64
-
-
-def test_the_processor_has_a_name_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processor_has_a_name_that_fits_a_profile_also_without_proc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, limits = torch.device("cpu"), read_limits()
+    assert 0 < len(read_device(cpu, limits).name) <= 64
     monkeypatch.setattr(hardware, "_PROC", tmp_path)
-    assert device_name(torch.device("cpu"))
+    assert 0 < len(read_device(cpu, limits).name) <= 64
+
+
+def test_a_machine_can_be_written_into_metrics(tmp_path: Path) -> None:
+    machine = read_hardware(torch.device("cpu"), tmp_path)
+    assert json.loads(json.dumps(asdict(machine)))["device"]["kind"] == "cpu"
