@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from pynvml import NVML_ERROR_LIBRARY_NOT_FOUND
 
 from dht_config.errors import DeviceError, DeviceLostError
 from p2p_trainer.limits import read_group_limits
 from p2p_trainer.nvml import explain, read_nvml, visible_devices
+from p2p_trainer.throughput import is_out_of_memory
 
 _log = logging.getLogger(__name__)
 
@@ -93,21 +95,23 @@ def nvidia_device_present() -> bool:
 def device_failures(device: torch.device) -> Iterator[None]:
     """Tell a device that stopped from any other error: the driver's errors stay, so a healthy device still computes.
 
+    :raises DeviceError: its memory is used up, where nothing smaller can be tried
     :raises DeviceLostError: it fell off the bus, its driver was changed, or a kernel of ours broke its context
     """
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+        if is_out_of_memory(error) or "out of memory" in str(error):
+            raise DeviceError(
+                f"{device} has no memory left: {_first_line(error)}.",
+                "Close what else uses it, or join a run with a smaller model.",
+            ) from error
         if not isinstance(error, torch.AcceleratorError) and (device.type == "cpu" or _computes(device)):
             raise
-        failure = read_nvml().failure
-        cause = f" ({explain(failure.code, failure.text)[0]})" if failure is not None else ""
-        remedy = f"{explain(failure.code, failure.text)[1]} " if failure is not None else ""
+        cause, remedy = _what_nvml_says(device)
         raise DeviceLostError(
-            f"{device} stopped while it computed: {_first_line(error)}{cause}.",
-            f"{remedy}Then start the same command again: it continues from the last checkpoint.",
+            f"{device} stopped while it computed: {_first_line(error)}{f' ({cause})' if cause else ''}.",
+            f"{remedy} Then start the same command again: it continues from the last checkpoint.".strip(),
         ) from error
 
 
@@ -175,8 +179,7 @@ def _proven(device: torch.device) -> torch.device:
     try:
         total = float(torch.ones(8, device=device).sum())
     except RuntimeError as error:
-        failure = read_nvml().failure if device.type == "cuda" else None
-        cause, remedy = explain(failure.code, failure.text) if failure is not None else ("", "")
+        cause, remedy = _what_nvml_says(device)
         raise DeviceError(
             problem=f"{device} is there but does not compute ({_first_line(error)}{f'; {cause}' if cause else ''}).",
             remedy=remedy or "Check the driver, and that no other program holds the device, or use another one.",
@@ -184,6 +187,14 @@ def _proven(device: torch.device) -> torch.device:
     if total != 8.0:
         raise DeviceError(problem=f"{device} computes wrongly (8 ones add up to {total}).", remedy="Use another one.")
     return device
+
+
+def _what_nvml_says(device: torch.device) -> tuple[str, str]:
+    """(cause, remedy) of a CUDA device that fails; empty where NVML knows no more, or is not there at all."""
+    failure = read_nvml().failure if device.type == "cuda" and torch.version.hip is None else None
+    if failure is None or failure.code == NVML_ERROR_LIBRARY_NOT_FOUND:
+        return "", ""
+    return explain(failure.code, failure.text)
 
 
 def _computes(device: torch.device) -> bool:

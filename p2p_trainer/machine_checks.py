@@ -58,11 +58,13 @@ def judge_driver(nvml: NvmlFacts, *, card_present: bool, torch_cuda: str | None,
     """
     if not card_present and not nvml.cards:
         return Finding(check="driver", ok=True, cause="None needed: there is no NVIDIA card.")
+    if asked_for_cpu:
+        return Finding(check="driver", ok=True, cause="None needed: the CPU was asked for.")
     if nvml.failure is not None:
         cause, remedy = explain(nvml.failure.code, nvml.failure.text)
         return Finding(check="driver", ok=False, cause=_sentence(cause), remedy=remedy)
     version = f"NVIDIA driver {nvml.driver}" if nvml.driver else "NVIDIA's driver does not tell its version"
-    if torch_cuda is None and not asked_for_cpu:
+    if torch_cuda is None:
         return Finding(
             check="driver",
             ok=False,

@@ -61,27 +61,27 @@ class DialBackDesk:
         self._under_way = 0
 
     async def answer(self, request: DialBack, remote_id: PeerID) -> DialedBack:
-        """Dial whoever asks; nobody, if the request does not parse."""
-        if request.header is None:
+        """Dial whoever asks; nobody, if the request does not parse or too many ask at once."""
+        if request.header is None or self._under_way >= AT_ONCE:
             return not_tried()
+        self._under_way += 1
         try:
-            hosts = await self._hosts_of(remote_id)
+            return await self._dial(request.header, await self._hosts_of(remote_id))
         except TRANSPORT_ERRORS as error:
             logger.debug("Where %s is connected from is not known: %r", remote_id, error)
-            hosts = ()
-        reached: bool | None = None
-        seen_at = ""
+            return not_tried()
+        finally:
+            self._under_way -= 1
+
+    async def _dial(self, asked: DialBackHeader, hosts: Sequence[str]) -> DialedBack:
+        answer = not_tried()
         for host in hosts[:HOSTS]:
-            if self._under_way >= AT_ONCE or not self._may_dial(host):
-                continue
-            self._under_way += 1
-            try:
-                reached, seen_at = await hears(host, request.header.port, request.header.word), host
-            finally:
-                self._under_way -= 1
-            if reached:
-                break
-        return DialedBack(DialedBackHeader(host=seen_at, reached=reached))
+            if self._may_dial(host):
+                reached = await hears(host, asked.port, asked.word)
+                answer = DialedBack(DialedBackHeader(host=host, reached=reached))
+                if reached:
+                    break
+        return answer
 
     def _may_dial(self, host: str) -> bool:
         since = self._now() - WINDOW_SECONDS

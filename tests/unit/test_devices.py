@@ -140,10 +140,11 @@ def test_a_device_that_stops_is_told_apart_from_a_mistake_and_from_memory(monkey
     monkeypatch.setattr(devices, "_computes", lambda device: False)
     with pytest.raises(DeviceLostError), devices.device_failures(cuda):
         raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
-    for device, error in ((cpu, RuntimeError("a mistake")), (cuda, torch.OutOfMemoryError("no memory"))):
-        with pytest.raises(RuntimeError) as same, devices.device_failures(device):
+    for error in (torch.OutOfMemoryError("no memory"), torch.AcceleratorError("CUDA error: out of memory")):
+        with pytest.raises(DeviceError, match="no memory left"), devices.device_failures(cuda):
             raise error
-        assert same.value is error
+    with pytest.raises(RuntimeError, match="a mistake"), devices.device_failures(cpu):
+        raise RuntimeError("a mistake")
     monkeypatch.setattr(devices, "_computes", lambda device: True)
     with pytest.raises(RuntimeError, match="a mistake"), devices.device_failures(cuda):
         raise RuntimeError("a mistake")
@@ -157,6 +158,15 @@ def test_the_remedy_of_a_lost_card_is_nvmls(monkeypatch: pytest.MonkeyPatch) -> 
         devices.device_failures(torch.device("cuda", 0)),
     ):
         raise torch.AcceleratorError("CUDA error: GPU is lost")
+
+
+def test_without_nvidias_library_nobody_is_told_to_install_it_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Refusal(call="nvmlInit", code=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, text="not found")
+    monkeypatch.setattr(devices, "read_nvml", lambda: NvmlFacts(refusals=(missing,)))
+    for device in (torch.device("cuda", 0), torch.device("mps")):
+        with pytest.raises(DeviceLostError) as caught, devices.device_failures(device):
+            raise torch.AcceleratorError("it failed")
+        assert caught.value.remedy.startswith("Then start") and "libnvidia" not in caught.value.problem
 
 
 def test_a_device_that_does_not_compute_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
