@@ -217,7 +217,7 @@ def doctor(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[INVITE]",
+            metavar="INVITE",
             help="The run's invite, or its manifest; without it only the machine is looked at.",
             show_default=False,
         ),
