@@ -142,7 +142,7 @@ def judge_nat(back: DialledBack, own: Collection[str]) -> Finding:
 
 
 def judge_traffic(manifest: RunManifest, layout: FragmentLayout, others_training: int) -> Finding:
-    """What rounds move in a day, each way; matchmaking, the DHT and fetching bases come on top.
+    """What rounds move in a day, each way, at cadence 1; matchmaking, the DHT and fetching bases come on top.
 
     A member sends its contribution to the other reducers, and the average of its share to the other members: with
     equal shares (N - 1) / N of a contribution and as much of an average, for each fragment in each cycle.
@@ -160,7 +160,8 @@ def judge_traffic(manifest: RunManifest, layout: FragmentLayout, others_training
     return Finding(
         check="traffic",
         ok=True,
-        cause=f"About {gigabytes(daily)} up and as much down a day ({line:.1f} Mbit/s each way) {when}; "
+        cause=f"About {gigabytes(daily)} up and as much down a day ({line:.1f} Mbit/s each way) {when}, less "
+        f"where the line does not carry every round; "
         f"{megabytes(bytes_a_cycle * (members - 1) / members)} every {cycle_seconds:g} s.",
     )
 
