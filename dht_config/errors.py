@@ -29,6 +29,8 @@ class ExitCode(IntEnum):
     SWARM_PROCESS_DIED = 22
     REHEARSAL_FAILED = 23
     LIMITS = 24
+    CHECKS_FAILED = 25
+    DEVICE_LOST = 26
     INTERRUPTED = 130
 
 
@@ -123,6 +125,12 @@ class DeviceError(P2PTrainerError):
     """The requested device cannot be used."""
 
     exit_code = ExitCode.DEVICE
+
+
+class DeviceLostError(P2PTrainerError):
+    """The device stopped while it trained."""
+
+    exit_code = ExitCode.DEVICE_LOST
 
 
 class LimitsError(P2PTrainerError):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -16,7 +18,10 @@ from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest
 from p2p_trainer.json_lines import JsonLines
 from p2p_trainer.scene import SceneError
-from p2p_trainer.settings import load_settings, parse_given_addresses
+from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addresses
+
+if TYPE_CHECKING:
+    from p2p_trainer.target import Target as RunTarget
 
 MAX_WAIT_SECONDS = 10**7
 
@@ -208,6 +213,70 @@ def status(
 
 
 @app.command()
+def doctor(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="INVITE",
+            help="The run's invite, or its manifest; without it only the machine is looked at.",
+            show_default=False,
+        ),
+    ] = None,
+    directory: Directory = None,
+    settings_file: SettingsFile = None,
+    host: Host = None,
+    port: Port = None,
+    peer: KnownPeer = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 or mps; by default the best there is.")] = None,
+    wait_seconds: Annotated[float, typer.Option(help="How long to try to reach anybody.")] = 15.0,
+    allow_files: Annotated[
+        bool, typer.Option("--allow-files", help="As for join: an invited run may read the files it names.")
+    ] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find out what keeps this machine from training, or from training well: one line each, with cause and remedy.
+
+    Looks at the device, memory and limits; with an invite also at the clock, the run, who is in it, whether others can
+    reach this machine, and how much it would transfer. Ends with 0 if nothing is wrong, with 25 if something is.
+    """
+    _log_to_stderr(verbose)
+    with _Reporting(as_json):
+        flags = {
+            "dir": directory,
+            "host": host,
+            "port": port,
+            "peer": tuple(peer or ()),
+            "device": device,
+            "wait_seconds": wait_seconds,
+            "allow_files": allow_files or None,
+        }
+        settings = load_settings(flags, settings_file)
+
+        from p2p_trainer.logs import quiet_libraries
+        from p2p_trainer.target import read_target
+
+        quiet_libraries(verbose=verbose)
+        given = parse_given_addresses(settings.peer, "--peer")
+        run = read_target(target) if target is not None else None
+        known, problems = parse_addresses(run.addresses if run is not None else ())
+        for problem in problems:
+            print(f"Ignored: {problem}", file=sys.stderr)
+
+        from p2p_trainer import doctor as surgery
+
+        patient = surgery.Patient(settings=settings, target=run, addresses=(*given, *known))
+        findings = surgery.examine_everything(patient, say=lambda text: print(text, file=sys.stderr, flush=True))
+        if as_json:
+            print(json.dumps(surgery.as_json(findings)))
+        else:
+            for finding in findings:
+                print(surgery.line(finding))
+        if code := surgery.exit_code(findings):
+            raise typer.Exit(int(code))
+
+
+@app.command()
 def rehearse(
     run: Annotated[
         str | None,
@@ -304,7 +373,7 @@ def _live(
 ) -> None:
     """Run one peer until it is asked to leave."""
     _log_to_stderr(verbose)
-    with _Reporting(as_json):
+    with _Reporting(as_json) as reporting:
         settings = load_settings(flags, settings_file)
         from rich.console import Console
 
@@ -341,10 +410,21 @@ def _live(
             with LiveView(Console(stderr=as_json), plain=plain or as_json) as view:
                 listener = Listener(invite=announce, event=lines.event) if as_json else Listener(invite=announce)
                 session = Session(target, settings, role, view, leave, listener)
-                session.run()
+                try:
+                    session.run()
+                except P2PTrainerError as error:
+                    reporting.look_into = partial(_machines_part, error, settings, target)
+                    raise
             print(session.farewell, file=sys.stderr if as_json else sys.stdout, flush=True)
         if leave.requests > 1:
             raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _machines_part(error: P2PTrainerError, settings: PeerSettings, target: RunTarget) -> list[str]:
+    """What ``doctor`` finds wrong with this machine that may have to do with a failure."""
+    from p2p_trainer.doctor import Patient, failing_lines
+
+    return failing_lines(error, Patient(settings=settings, target=target, addresses=()))
 
 
 class _Reporting:
@@ -352,9 +432,11 @@ class _Reporting:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
+        self.look_into: Callable[[], list[str]] = list[str]
+        """Gives further lines about a failure, once it has been told."""
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> _Reporting:
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, typer.Exit | SystemExit):
@@ -381,6 +463,8 @@ class _Reporting:
         print(f"p2p-trainer: {one_line}", file=sys.stderr, flush=True)
         if excerpt:
             print(excerpt, file=sys.stderr, flush=True)
+        for line in self.look_into():
+            print(line, file=sys.stderr, flush=True)
         raise typer.Exit(int(code)) from None
 
 

@@ -1,137 +1,133 @@
-"""The machine under the training loop: which device computes, what it is called, how many threads it gets."""
+"""The machine as a record: what a plan is made from and what ``doctor`` judges. Read once, frozen, no decisions.
+
+Free memory counts, not total: somebody else's program may hold most of a card. NVML sees what other programs hold, and
+temperature and power; torch sees the device it computes on, also one that NVML refuses to speak of. Where both know,
+the smaller figure is taken: of a MIG instance NVML may only know the whole card.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import platform
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from dht_config.errors import DeviceError
+from p2p_trainer.limits import Limits, free_disk_bytes, read_limits
+from p2p_trainer.nvml import CardFacts, match_card, read_nvml, visible_devices
 
 _log = logging.getLogger(__name__)
 
 _NAME_CHARACTERS = 64
 """What a peer's profile has room for."""
-
 _PROC = Path("/proc")
 
+Kind = Literal["cuda", "mps", "cpu"]
 
-def pick_device(requested: str | None = None) -> torch.device:
-    """Choose the device to train on and prove that it computes.
 
-    Starts CUDA, so it comes after every process is forked.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """The device that computes. None or empty: nobody says."""
 
-    :param requested: "cpu", "cuda", "cuda:1", "mps"; None takes the first CUDA device, else the CPU.
+    kind: Kind
+    index: int = 0
+    name: str
+    """As people know it, in 1 to 64 characters: "NVIDIA GeForce RTX 3090"."""
+    uuid: str = ""
+    """As NVML writes it; the same at every start, unlike the index."""
+    driver: str = ""
+    total_bytes: int | None
+    free_bytes: int | None
+    """What can still be taken now."""
+    utilisation: float | None = None
+    """Share of the last moment in which the device computed, for whomever, 0 to 1."""
+    temperature_celsius: int | None = None
+    power_watts: float | None = None
 
-    Raises DeviceError if a requested device is missing or does not compute; also if none is requested, but
-    this machine has an NVIDIA device which its driver hides from torch: falling back to a CPU in silence
-    would waste the volunteer's evening.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One machine at one moment."""
+
+    device: DeviceFacts
+    limits: Limits
+    disk_free_bytes: int | None
+    """Where the peer keeps its state."""
+
+
+def read_hardware(device: torch.device, directory: Path) -> Hardware:
+    """Look at the machine. What cannot be read is None.
+
+    :param device: proven to compute (``pick_device``)
+    :param directory: the peer's, which need not exist
     """
-    if requested is not None:
-        return _proven(_parse(requested))
-    if torch.cuda.is_available():
-        return _proven(torch.device("cuda", 0))
-    if _nvidia_device_present() and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
-        if torch.version.cuda is not None:
-            raise DeviceError(
-                problem="This machine has an NVIDIA device, but torch cannot use it "
-                f"(torch was built for CUDA {torch.version.cuda}; is the driver too old?).",
-                remedy="Update the driver, or say --device cpu to train on the CPU.",
-            )
-        _log.warning("This machine has an NVIDIA device, but its torch is built for the CPU only: training on the CPU.")
-    return _proven(torch.device("cpu"))
+    limits = read_limits()
+    return Hardware(device=read_device(device, limits), limits=limits, disk_free_bytes=free_disk_bytes(directory))
 
 
-def device_name(device: torch.device) -> str:
-    """Name the device as people know it, in at most 64 characters: "NVIDIA GeForce RTX 3090".
-
-    Never fails: whatever NVML refuses, torch's or the system's name takes its place.
-    """
+def read_device(device: torch.device, limits: Limits) -> DeviceFacts:
+    """Everything about the device that computes."""
     if device.type == "cuda":
-        name = _nvml_name(device) or torch.cuda.get_device_name(device)
-    else:
-        name = _processor_name() or device.type
-    return " ".join(name.split())[:_NAME_CHARACTERS]
+        return _cuda_facts(device)
+    if device.type == "mps":
+        total = int(torch.mps.recommended_max_memory())
+        free = max(0, total - int(torch.mps.driver_allocated_memory()))
+        name = _short(f"Apple {_processor_name()}")
+        # Unified: what the system has no room for is no room for the device either.
+        return DeviceFacts(kind="mps", name=name, total_bytes=total, free_bytes=min(free, limits.free_memory_bytes))
+    return DeviceFacts(
+        kind="cpu",
+        name=_short(_processor_name()),
+        total_bytes=limits.total_memory_bytes,
+        free_bytes=limits.free_memory_bytes,
+    )
 
 
-def set_thread_count(threads: int | None) -> int:
-    """Limit the threads that torch computes with on the CPU; None leaves torch's choice.
-
-    Returns the number in force.
-
-    Raises DeviceError if the number is not positive.
-    """
-    if threads is not None:
-        if threads < 1:
-            raise DeviceError(problem=f"{threads} threads cannot compute.", remedy="Use 1 or more, or leave it out.")
-        torch.set_num_threads(threads)
-    return torch.get_num_threads()
+def agreed_memory(
+    torch_total: int | None, torch_free: int | None, card: CardFacts | None
+) -> tuple[int | None, int | None]:
+    """(total, free) in bytes out of torch's figures and NVML's: the smaller one where both know."""
+    totals = [total for total in (torch_total, card.total_bytes if card else None) if total]
+    frees = [free for free in (torch_free, card.free_bytes if card else None) if free is not None]
+    total, free = min(totals, default=None), min(frees, default=None)
+    return total, min(free, total) if free is not None and total is not None else free
 
 
-def _parse(requested: str) -> torch.device:
+def _cuda_facts(device: torch.device) -> DeviceFacts:
+    nvml_driver, card = _driver_and_card_of(device)
+    torch_total = torch_free = None
     try:
-        device = torch.device(requested)
-    except RuntimeError as error:
-        raise DeviceError(problem=f"{requested!r} is no device.", remedy="Use cpu, cuda, cuda:1 or mps.") from error
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            found = "no CUDA device" if count == 0 else f"only cuda:0 to cuda:{count - 1}"
-            raise DeviceError(
-                problem=f"{requested} is not there: torch finds {found}.",
-                remedy="Check nvidia-smi and that torch is built for CUDA, or use --device cpu.",
-            )
-        return torch.device("cuda", device.index or 0)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise DeviceError(
-            problem="mps is not there: this is no Apple silicon, or torch is built without it.",
-            remedy="Use --device cpu.",
-        )
-    if device.type not in ("cpu", "mps"):
-        raise DeviceError(
-            problem=f"{requested} is a kind of device that cannot train here.",
-            remedy="Use cpu, cuda, cuda:1 or mps.",
-        )
-    return device
+        torch_total = int(torch.cuda.get_device_properties(device).total_memory)
+        torch_free, torch_total = (int(value) for value in torch.cuda.mem_get_info(device))
+    except (RuntimeError, AttributeError) as error:
+        _log.debug("torch does not tell the memory of %s: %r", device, error)
+    total, free = agreed_memory(torch_total, torch_free, card)
+    return DeviceFacts(
+        kind="cuda",
+        index=device.index or 0,
+        name=_short((card.name if card else "") or torch.cuda.get_device_name(device)) or "CUDA device",
+        uuid=card.uuid if card else "",
+        driver=nvml_driver,
+        total_bytes=total,
+        free_bytes=free,
+        utilisation=card.utilisation if card else None,
+        temperature_celsius=card.temperature_celsius if card else None,
+        power_watts=card.power_watts if card else None,
+    )
 
 
-def _proven(device: torch.device) -> torch.device:
+def _driver_and_card_of(device: torch.device) -> tuple[str, CardFacts | None]:
+    nvml = read_nvml()
     try:
-        total = float(torch.ones(8, device=device).sum())
-    except RuntimeError as error:
-        raise DeviceError(
-            problem=f"{device} is there but does not compute ({str(error).splitlines()[0]}).",
-            remedy="Check the driver, and that no other program holds the device, or use another one.",
-        ) from error
-    if total != 8.0:
-        raise DeviceError(problem=f"{device} computes wrongly (8 ones add up to {total}).", remedy="Use another one.")
-    return device
-
-
-def _nvidia_device_present() -> bool:
-    return any((_PROC / "driver/nvidia/gpus").glob("*"))
-
-
-def _nvml_name(device: torch.device) -> str | None:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        try:
-            # By UUID: NVML counts all devices, torch only those that CUDA_VISIBLE_DEVICES leaves.
-            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByUUID(uuid))
-        finally:
-            pynvml.nvmlShutdown()
-    except (pynvml.NVMLError, AttributeError) as error:
-        _log.debug("NVML does not name %s (%r): torch does.", device, error)
-        return None
-    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+    except (RuntimeError, AttributeError) as error:
+        _log.debug("torch does not tell the UUID of %s: %r", device, error)
+        uuid = None
+    visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return nvml.driver, match_card(nvml.cards, uuid, device.index or 0, visible)
 
 
 def _processor_name() -> str:
@@ -142,4 +138,8 @@ def _processor_name() -> str:
                 return value.strip()
     except OSError as error:
         _log.debug("/proc/cpuinfo cannot be read (%s): the platform module names the processor.", error)
-    return platform.processor() or platform.machine()
+    return platform.processor() or platform.machine() or "processor"
+
+
+def _short(name: str) -> str:
+    return " ".join(name.split())[:_NAME_CHARACTERS]

@@ -70,11 +70,7 @@ class RunDirectory:
 
     def remembered_port(self) -> int:
         """The port of the last start, or 0."""
-        try:
-            port = int((self.path / "port").read_text())
-        except (OSError, ValueError):
-            return 0
-        return port if 0 < port < 65536 else 0
+        return remembered_port(self.path)
 
     def remember_port(self, port: int) -> None:
         self.write_atomically("port", str(port).encode())
@@ -102,6 +98,15 @@ class RunDirectory:
                 f"{self.path / name} cannot be written: {error.strerror or error}.",
                 "Free some space or choose another directory with --dir.",
             ) from error
+
+
+def remembered_port(path: Path) -> int:
+    """The port of the last start in a directory, or 0; nobody need own the directory."""
+    try:
+        port = int((path / "port").read_text())
+    except (OSError, ValueError):
+        return 0
+    return port if 0 < port < 65536 else 0
 
 
 def _unusable(path: Path, error: OSError) -> DirectoryError:

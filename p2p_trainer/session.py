@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 import ipaddress
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -21,20 +20,29 @@ import torch
 from torch import nn
 
 from dht_config.address import Address, parse_addresses
-from dht_config.errors import CheckpointError, DataError, FingerprintError, ManifestError, PortInUseError
+from dht_config.errors import (
+    CheckpointError,
+    DeviceError,
+    DeviceLostError,
+    ManifestError,
+    P2PTrainerError,
+    PortInUseError,
+)
 from dht_config.identity import OrganiserKey
 from dht_config.invite import MAX_ADDRESSES, Invite
-from dht_config.manifest import PROTOCOL_VERSION, RunManifest, differing_fields
+from dht_config.manifest import RunManifest
 from dht_config.network import NetworkSettings
 from dht_config.records import SignedManifest, sign_manifest
 from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, optimizer_from_tensors, save_checkpoint
-from p2p_trainer.hardware import device_name, pick_device, set_thread_count
+from p2p_trainer.devices import device_failures, pick_device, set_thread_count
+from p2p_trainer.hardware import read_hardware
 from p2p_trainer.inner_optimizer import build_inner_optimizer
+from p2p_trainer.limits import raise_open_file_limit
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, LocalMode, Mode
 from p2p_trainer.run_directory import RunDirectory
 from p2p_trainer.settings import PeerSettings, default_data_directory
-from p2p_trainer.target import Target, check_model, layout_of, manifest_target, trainable
+from p2p_trainer.target import Target, check_model, checked_manifest, layout_of, trainable
 from p2p_trainer.tasks import Task
 from p2p_trainer.throughput import Throughput, inner_step, measure_throughput
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
@@ -139,6 +147,7 @@ class Session:
             path = default_data_directory() / self.target.run_id / name
         if self.target.manifest is not None and self.target.task is not None:
             check_model(self.target.manifest, self.target.task)
+        raise_open_file_limit()
         self.directory = RunDirectory(path)
         try:
             with MetricsWriter(self.directory.metrics_path, listener=self.listener.event) as self.metrics:
@@ -149,6 +158,10 @@ class Session:
                     self._stop()
                     self.metrics.write("leave", reason=str(request))
                     return str(request)
+                except (DeviceError, DeviceLostError) as error:
+                    # The averaging process is well, and the others should not have to find out that we are gone.
+                    self._say_goodbye(error)
+                    raise
                 finally:
                     self.swarm.close()
         finally:
@@ -254,7 +267,7 @@ class Session:
         """Check the manifest, build the model, and put the bases we have into the arena."""
         signed = connected.signed_manifest or self.stored
         if signed is not None:
-            manifest, task = signed.manifest(), self._checked_task(signed)
+            manifest, task = checked_manifest(signed, self.target, allow_files=self.settings.allow_files)
         elif self.target.manifest is not None and self.target.task is not None:
             manifest, task = self.target.manifest, self.target.task
         else:
@@ -309,33 +322,6 @@ class Session:
             },
         )
         return signed
-
-    def _checked_task(self, signed: SignedManifest) -> Task:
-        """The run's task, if this program would do exactly what the run does. :raises FingerprintError:"""
-        manifest = signed.manifest()
-        task = manifest_target(manifest).task
-        problems = []
-        if signed.protocol_version != PROTOCOL_VERSION:
-            problems.append(f"protocol_version: ours {PROTOCOL_VERSION}, theirs {signed.protocol_version}")
-        if task is None or task.version != signed.task_version:
-            ours = task.version if task is not None else None
-            problems.append(f"version of the task {manifest.task.name}: ours {ours}, theirs {signed.task_version}")
-        if self.target.manifest is not None:
-            ours_json = json.loads(self.target.manifest.canonical_json())
-            problems += differing_fields(ours_json, json.loads(signed.manifest_json))
-        if problems or task is None:
-            raise FingerprintError(
-                f"This peer and the run {signed.run_id()} differ in {'; '.join(problems)}.",
-                f"The run was started with p2p-trainer {signed.software_version}: install that version, or use the "
-                "run's own manifest.",
-            )
-        wanted = [f"{key} = {manifest.data[key]}" for key in ("files", "tokenizer") if key in manifest.data]
-        if self.target.invite is not None and wanted and not self.settings.allow_files:
-            raise DataError(
-                f"This run wants to read files on this machine ({', '.join(wanted)}).",
-                "If you agree, start again with --allow-files.",
-            )
-        return task
 
     def _load_checkpoint(self, layout: FragmentLayout) -> Checkpoint | None:
         found = load_checkpoint(self.directory.path, self.view.status)
@@ -408,8 +394,14 @@ class Session:
     # -------------------------------------------------------------- training
 
     def _train(self, prepared: Prepared, connected: Connected) -> str:
-        manifest, task, layout, arena = prepared.manifest, prepared.task, prepared.layout, prepared.arena
         device = pick_device(self.settings.device)
+        with device_failures(device):
+            return self._train_on(device, prepared, connected)
+
+    def _train_on(self, device: torch.device, prepared: Prepared, connected: Connected) -> str:
+        manifest, task, layout, arena = prepared.manifest, prepared.task, prepared.layout, prepared.arena
+        machine = read_hardware(device, self.directory.path)
+        self.metrics.write("machine", **asdict(machine))
         model = prepared.model.to(device)
         parameters = trainable(model)
         throughput = self._measure(task, model, manifest, device)
@@ -441,7 +433,7 @@ class Session:
             BeginTraining(
                 samples_per_second=throughput.samples_per_second,
                 micro_batch=throughput.micro_batch,
-                device=device_name(device),
+                device=machine.device.name,
             )
         )
         self.view.status("In the swarm: training begins. Ctrl-C leaves; the run goes on, and your progress is kept.")
@@ -550,6 +542,12 @@ class Session:
                 if trainer is not None:
                     trainer.handle(message)
         return None
+
+    def _say_goodbye(self, error: P2PTrainerError) -> None:
+        """Leave without the parameters, which are out of reach; the last checkpoint stays."""
+        with suppress(P2PTrainerError):  # what stopped training is what a person should hear of
+            self._stop()
+        self.metrics.write("leave", reason=error.problem, exit_code=int(error.exit_code))
 
     def _save_last(self, trainer: Trainer, stopped: Stopped | None) -> str:
         """The checkpoint of a clean end; if the averaging process did not end, the last one stays.

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from dht_config.errors import InviteError, ManifestError
+from dht_config.errors import DataError, FingerprintError, InviteError, ManifestError
 from dht_config.invite import Invite
-from dht_config.manifest import EXAMPLES, RunManifest, example_manifest, load_manifest, parse_manifest, run_id
+from dht_config.manifest import (
+    EXAMPLES,
+    PROTOCOL_VERSION,
+    RunManifest,
+    differing_fields,
+    example_manifest,
+    load_manifest,
+    parse_manifest,
+    run_id,
+)
+from dht_config.records import SignedManifest
 from p2p_trainer.tasks import Task, load_task
 from peers.fragments import FragmentLayout, cut
 
@@ -52,22 +63,61 @@ def manifest_target(manifest: RunManifest) -> Target:
     return Target(run_id=run_id(manifest, task.version), manifest=manifest, task=task)
 
 
-def check_model(manifest: RunManifest, task: Task) -> None:
+def checked_manifest(signed: SignedManifest, target: Target, *, allow_files: bool) -> tuple[RunManifest, Task]:
+    """The run's manifest and task, if this program would do exactly what the run does.
+
+    :param target: what a person asked for
+    :param allow_files: whether a run that was joined by invite may read files on this machine
+    :raises FingerprintError: says in what they differ
+    :raises DataError: it wants to read files and may not
+    :raises ManifestError: its task is not installed
+    """
+    problems = []
+    task = manifest = None
+    if signed.protocol_version != PROTOCOL_VERSION:
+        problems.append(f"protocol_version: ours {PROTOCOL_VERSION}, theirs {signed.protocol_version}")
+    else:
+        manifest = signed.manifest()
+        task = manifest_target(manifest).task
+        if task is None or task.version != signed.task_version:
+            ours = task.version if task is not None else None
+            problems.append(f"version of the task {manifest.task.name}: ours {ours}, theirs {signed.task_version}")
+        if target.manifest is not None:
+            ours_json = json.loads(target.manifest.canonical_json())
+            problems += differing_fields(ours_json, json.loads(signed.manifest_json))
+    if problems or task is None or manifest is None:
+        raise FingerprintError(
+            f"This peer and the run {signed.run_id()} differ in {'; '.join(problems)}.",
+            f"The run was started with p2p-trainer {signed.software_version}: install that version, or use the "
+            "run's own manifest.",
+        )
+    wanted = [f"{key} = {manifest.data[key]}" for key in ("files", "tokenizer") if key in manifest.data]
+    if target.invite is not None and wanted and not allow_files:
+        raise DataError(
+            f"This run wants to read files on this machine ({', '.join(wanted)}).",
+            "If you agree, start again with --allow-files.",
+        )
+    return manifest, task
+
+
+def check_model(manifest: RunManifest, task: Task) -> FragmentLayout:
     """Find a mistake in a manifest's ``[model]`` before anybody is asked for anything and anything is written.
 
     The model is built without its values, which takes no memory. Not every architecture can be, so what is refused
     that way is built for good before a person hears of it.
 
+    Returns how the run cuts it.
+
     :raises ManifestError: names the key
     """
     try:
         with torch.device("meta"):
-            layout_of(task.build_model(), manifest)
+            return layout_of(task.build_model(), manifest)
     except Exception:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the averaging process is forked after this, and a fork must not meet a thread
         try:
-            layout_of(task.build_model(), manifest)
+            return layout_of(task.build_model(), manifest)
         finally:
             torch.set_num_threads(threads)
 

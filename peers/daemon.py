@@ -241,6 +241,26 @@ async def answers_elsewhere(peer_id: str, addresses: Sequence[Address], socket_d
     return any(report.outcome is DialOutcome.CONNECTED for report in reports)
 
 
+async def hosts_of(p2p: P2P, peer: PeerID) -> list[str]:
+    """IP addresses at which our daemon is connected with a peer's; none for a peer behind a relay."""
+    found = {
+        host: None
+        for info in await p2p.list_peers()
+        if info.peer_id == peer
+        for address in info.addrs
+        if (host := ip_in(str(address))) is not None
+    }
+    return list(found)
+
+
+def ip_in(multiaddr: str) -> str | None:
+    """The IP address in a connection's address; None if it goes through a relay or is of another kind."""
+    parts = multiaddr.split("/")
+    if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
+        return None
+    return parts[2]
+
+
 def limit_message_size(size_bytes: int) -> None:
     """Refuse longer messages before they are read: hivemind buffers whatever length a peer declares. Idempotent.
 

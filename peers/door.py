@@ -76,15 +76,34 @@ async def find_someone(
     :raises WrongPeerIdError: every address that answers does so under another peer id
     :raises UnreachableError: nobody answered within ``wait_seconds``
     """
+    reports = await dial_until_answered(
+        p2p, addresses, may_start=may_start, wait_seconds=wait_seconds, on_waiting=on_waiting
+    )
+    return [report.address for report in reports if report.outcome is DialOutcome.CONNECTED]
+
+
+async def dial_until_answered(
+    p2p: P2P,
+    addresses: Sequence[Address],
+    *,
+    may_start: bool,
+    wait_seconds: float,
+    on_waiting: Callable[[str], None],
+) -> list[DialReport]:
+    """The same with what became of every address, our own left out."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + wait_seconds
     others = [address for address in addresses if address.peer_id != str(p2p.peer_id)]
+    told: dict[str, DialReport] = {}
     attempt = 0
     while others:
-        reports = await dial_all(p2p, others)
-        connected = [report.address for report in reports if report.outcome is DialOutcome.CONNECTED]
-        if connected:
-            return connected
+        for report in await dial_all(p2p, others):
+            # Soon after a failure the daemon refuses to dial and does not say why: what it said before tells more.
+            if report.outcome is not DialOutcome.FAILED or report.address.text not in told:
+                told[report.address.text] = report
+        reports = [told[address.text] for address in others]
+        if any(report.outcome is DialOutcome.CONNECTED for report in reports):
+            return reports
         attempt += 1
         if may_start and attempt >= ALONE_AFTER_ATTEMPTS:
             return []

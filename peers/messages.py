@@ -10,6 +10,7 @@ rpc                    request                                               ans
 =====================  ====================================================  ==============================
 rpc_time               Ask                                                   Clock
 rpc_look               Ask ("my records have changed")                       Clock
+rpc_dial_back          DialBack ("can you reach my port?")                   DialedBack
 rpc_join_group         hivemind's JoinRequest (gather = RoundAnnouncement)   hivemind's MessageFromLeader
 average                stream of Part, in part order                         stream of Average, in part order
 base                   stream of BaseRequest, one for each piece             stream of BaseAnswer, in that order
@@ -174,6 +175,23 @@ class DirectOfferHeader(Header):
     """Whoever shows it is taken for the asker."""
 
 
+class DialBackHeader(Header):
+    """Asks to be dialled at a port of the address from which the asker is connected, and nowhere else."""
+
+    port: Annotated[int, Field(ge=1, le=65535)]
+    word: Annotated[bytes, Field(min_length=16, max_length=16)]
+    """What the asker says there to whoever connects."""
+
+
+class DialedBackHeader(Header):
+    """What became of that."""
+
+    host: Annotated[str, Field(max_length=45)]
+    """IP address at which the asker is connected with this peer; empty if there is none, or if it was not tried."""
+    reached: bool | None
+    """Whether the word was heard there; None if this peer did not try, having tried often lately."""
+
+
 class WireMessage:
     """A header and a body, with the methods that hivemind's transport calls."""
 
@@ -266,6 +284,16 @@ class BaseRefusal(WireMessage):
 class DirectOffer(WireMessage):
     header_type = DirectOfferHeader
     header: DirectOfferHeader | None
+
+
+class DialBack(WireMessage):
+    header_type = DialBackHeader
+    header: DialBackHeader | None
+
+
+class DialedBack(WireMessage):
+    header_type = DialedBackHeader
+    header: DialedBackHeader | None
 
 
 class BaseAnswer(WireMessage):

@@ -14,8 +14,9 @@ from hivemind.proto import averaging_pb2
 
 from dht_config.keys import rpc_namespace
 from peers.clock import SwarmClock
+from peers.dial_back import DialBackDesk, not_tried
 from peers.grouping import FragmentMatchmaking
-from peers.messages import Ask, Clock, ClockHeader
+from peers.messages import Ask, Clock, ClockHeader, DialBack, DialedBack
 
 
 class RoundDesk(Protocol):
@@ -31,12 +32,13 @@ class PresenceDesk(Protocol):
 
 
 class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
-    """What other peers can call. ``rounds`` and ``presence`` are set once there are any."""
+    """What other peers can call. ``rounds``, ``presence`` and ``dial_back`` are set once there are any."""
 
     def __init__(self, clock: SwarmClock) -> None:
         self._clock = clock
         self.rounds: RoundDesk | None = None
         self.presence: PresenceDesk | None = None
+        self.dial_back: DialBackDesk | None = None
 
     @classmethod
     def get_stub(cls, p2p: P2P, peer: PeerID, *, namespace: str | None = None) -> StubBase:
@@ -51,6 +53,11 @@ class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no ty
         if self.presence is not None:
             self.presence.look()
         return Clock(ClockHeader(seconds=self._clock.now()))
+
+    async def rpc_dial_back(self, request: DialBack, context: P2PContext) -> DialedBack:
+        if self.dial_back is None:
+            return not_tried()
+        return await self.dial_back.answer(request, context.remote_id)
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext

@@ -27,7 +27,8 @@ from peers.bases import BaseKeeper
 from peers.clock import Schedule, SwarmClock
 from peers.context import RunContext
 from peers.contribution import Difference, GradientSum
-from peers.daemon import limit_message_size, limit_write_time, start_daemon
+from peers.daemon import hosts_of, limit_message_size, limit_write_time, start_daemon
+from peers.dial_back import DialBackDesk
 from peers.direct import DirectTransport, listen_next_to
 from peers.door import (
     answer_seconds,
@@ -105,6 +106,7 @@ class Swarm:
         except P2PTrainerError as error:
             self._training.send(Failed(error))
             return
+        self._servicer.dial_back = DialBackDesk(partial(hosts_of, p2p))
         try:
             await self._live_until_stopped(p2p)
             await self._leave()

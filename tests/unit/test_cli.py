@@ -14,10 +14,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dht_config.errors import ExitCode
+from dht_config.errors import ExitCode, P2PTrainerError
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest
-from p2p_trainer import session, target
+from p2p_trainer import doctor, session, target
 from p2p_trainer.cli import app
 from p2p_trainer.logs import LIBRARIES
 from p2p_trainer.settings import ENVIRONMENT_PREFIX, PeerSettings
@@ -53,6 +53,8 @@ COMMANDS = {
     "bootstrap": COMMON | SHOWN | {"target"},
     "example": {"name"},
     "status": {"target", "--peer", "--wait-seconds", "--json", "--verbose", "-v"},
+    "doctor": {"target", "--dir", "--settings", "--host", "--port", "--peer", "--device", "--wait-seconds"}
+    | {"--allow-files", "--json", "--verbose", "-v"},
     "rehearse": {"--peers", "--seconds", "--run", "--json", "--html", "--dir", "--keep", "--verbose", "-v"}
     | {"run", "--scene", "--churn", "--minutes", "--seed"},
 }
@@ -144,6 +146,8 @@ def test_exit_codes_are_a_promise() -> None:
         "SWARM_PROCESS_DIED": 22,
         "REHEARSAL_FAILED": 23,
         "LIMITS": 24,
+        "CHECKS_FAILED": 25,
+        "DEVICE_LOST": 26,
         "INTERRUPTED": 130,
     }
 
@@ -353,6 +357,21 @@ def test_programs_get_json_on_standard_output_as_well() -> None:
     assert report["exit_code"] == ExitCode.MANIFEST
     assert "missing.toml" in report["error"] and report["remedy"]
     assert result.stderr.count("\n") == 1
+
+
+def test_what_is_wrong_with_the_machine_follows_a_failed_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def failing_lines(error: P2PTrainerError, patient: doctor.Patient) -> list[str]:
+        asked.append((error.exit_code, patient.target is not None))
+        return ["✗ memory        There is too little of it."]
+
+    monkeypatch.setattr(doctor, "failing_lines", failing_lines)
+    result = CliRunner().invoke(app, ["join", "digits", "--dir", "peer", "--host", "203.0.113.7"])
+    assert result.exit_code == ExitCode.ADDRESS
+    first, second = result.stderr.splitlines()
+    assert first.startswith("p2p-trainer: ") and second.startswith("✗ memory")
+    assert asked == [(ExitCode.ADDRESS, True)]
 
 
 def test_what_nobody_expected_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
