@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 RECENT = 32
@@ -82,6 +82,30 @@ def closing_times(
     return ClosingTimes(grace_seconds=grace, deadline_seconds=deadline)
 
 
+def announced_seconds(kilobits_per_second: Iterable[int], transfer_bytes: int) -> float:
+    """What the slowest member needs for the transfer at the rate that it announced; 0 if nobody announced any.
+
+    :param kilobits_per_second: of each member, 0 for one that announced none
+    """
+    rates = [rate for rate in kilobits_per_second if rate > 0]
+    return transfer_bytes / (min(rates) * 125.0) if rates else 0.0
+
+
+def enough(there: float, expected: float) -> bool:
+    """Whether what is missing is a small part of the weight that is expected."""
+    return there >= ENOUGH_WEIGHT * expected
+
+
+def last_seconds(deadline_seconds: float, groups: int) -> float:
+    """When the last part is closed: reducers of another group wait for their members until they send their sum."""
+    return deadline_seconds * (2.0 if groups > 1 else 1.0)
+
+
+def longest_seconds(deadline_seconds: float, groups: int) -> float:
+    """After this nobody can want anything of a round."""
+    return last_seconds(deadline_seconds, groups) * 1.5 + 1.5
+
+
 class LinkRate:
     """What our line has carried: the best of recent rounds, since others' lines and stalls only ever lower it."""
 
@@ -146,6 +170,14 @@ class Reliability:
     def answered(self, peer_id: bytes) -> None:
         self._failures.pop(peer_id, None)
         self._until.pop(peer_id, None)
+
+    def judge(self, answered: Collection[bytes], failed: Collection[bytes], now: float) -> None:
+        """Remember which reducers of a round answered and which did not; if none did, it may have been our own line."""
+        for peer_id in answered:
+            self.answered(peer_id)
+        if answered or len(failed) == 1:
+            for peer_id in failed:
+                self.failed(peer_id, now)
 
     def distrusted(self, now: float) -> tuple[bytes, ...]:
         """Peer ids, sorted."""

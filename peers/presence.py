@@ -319,7 +319,7 @@ class Presence:
 
     async def keep(self, on_news: Callable[[], None]) -> None:
         published = manifest_published = self._run.clock.now()
-        period = max(0.25, self._run.schedule.tick_seconds / 2)
+        period = refresh_seconds(self._run.schedule.tick_seconds)
         status = self.first_status
         while True:
             with suppress(asyncio.TimeoutError):
@@ -349,6 +349,11 @@ class Presence:
             peers = [PeerID.from_base58(peer) for peer in self.view.members]
             random.shuffle(peers)
             await set_clock(self._run.clock, self._run.stub, peers, newcomer=False)
+
+
+def refresh_seconds(tick_seconds: float) -> float:
+    """How often everyone's records are read, if nothing happens in between."""
+    return max(0.25, tick_seconds / 2)
 
 
 def _claims_of(members: Iterable[Member], fragment: int) -> Iterator[Claim]:

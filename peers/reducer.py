@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from peers.closing import ENOUGH_WEIGHT
+from peers.closing import enough
 from peers.codecs import Codec, Float32, MalformedBody
 from peers.ledger import PendingSpan
 from peers.messages import mask_of
 from peers.residual import pack
-from peers.round_plan import RoundPlan
+from peers.round_plan import GroupMember, RoundPlan
 from peers.weighting import Weighting, get_weighting
 
 MAX_ABSOLUTE_DIFFERENCE = 1e4
@@ -72,6 +72,13 @@ class Rules:
 
     def value_weight(self, span: PendingSpan) -> float:
         return self.weighting.value_weight(span.samples, self.steps(span))
+
+    def total_weight(self, member: GroupMember, start: int, stop: int) -> float:
+        """A member's weight, summed over elements ``[start, stop)``."""
+        return math.fsum(
+            (min(span.stop, stop) - max(span.start, start)) * self.value_weight(span)
+            for span in member.spans_in(start, stop)
+        )
 
 
 class _OpenPart:
@@ -124,7 +131,7 @@ class _OpenPart:
     def enough(self) -> bool:
         """Whether what is missing is a small part of the weight that is expected."""
         there = math.fsum(self.weights[member] for member in self.included)
-        return there >= ENOUGH_WEIGHT * math.fsum(self.weights.values())
+        return enough(there, math.fsum(self.weights.values()))
 
     def fail(self, reason: str) -> None:
         """There will be no average: everybody who waits for it must hear of it."""
@@ -183,7 +190,7 @@ class PartReducer:
                     out[start:stop],
                     at_root,
                     self._group | (set(self._counterparts) if at_root else set()),
-                    {member: self._total_weight(member, start, stop) for member in scope},
+                    {member: rules.total_weight(plan.members[member], start, stop) for member in scope},
                 )
             )
 
@@ -234,13 +241,6 @@ class PartReducer:
         return max(
             (self._rules.value_weight(span) for span in self._plan.members[member].spans_in(part.start, part.stop)),
             default=0.0,
-        )
-
-    def _total_weight(self, member: int, start: int, stop: int) -> float:
-        """A member's weight, summed over elements."""
-        return math.fsum(
-            (min(span.stop, stop) - max(span.start, start)) * self._rules.value_weight(span)
-            for span in self._plan.members[member].spans_in(start, stop)
         )
 
     async def add(self, source: int, part: int, values: torch.Tensor, included: Collection[int] | None = None) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from hivemind.p2p import PeerID
 
-from peers.closing import ClosingTimes, RateMeter
+from peers.closing import ClosingTimes, RateMeter, last_seconds, longest_seconds
 from peers.contribution import SentPart
 from peers.messages import (
     Average,
@@ -94,8 +94,7 @@ class Round:
         self._contribution = contribution
         self._call_reducer = call_reducer
         self._times, self._rules, self._on_arrival = times, rules, on_arrival
-        # Reducers of another group wait for their members until the deadline before they send their sum.
-        self._last_seconds = times.deadline_seconds * (2.0 if len(plan.groups) > 1 else 1.0)
+        self._last_seconds = last_seconds(times.deadline_seconds, len(plan.groups))
         self.lossy: list[SentPart] = []
         """What a lossy codec made of the contribution where it has been sent; grows until the last duty is done."""
         self._average = torch.zeros(plan.size)
@@ -122,7 +121,7 @@ class Round:
     @property
     def longest_seconds(self) -> float:
         """After this nobody can want anything of this round."""
-        return self._last_seconds * 1.5 + 1.5
+        return longest_seconds(self._times.deadline_seconds, len(self.plan.groups))
 
     def _seconds(self) -> float:
         return asyncio.get_running_loop().time() - self._began

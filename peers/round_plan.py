@@ -44,6 +44,10 @@ class GroupMember:
     distrusted: tuple[bytes, ...] = ()
     """Peer ids of reducers that failed it lately."""
 
+    def mean_samples(self, size: int) -> float:
+        """Samples that it brings, mean over the fragment's ``size`` elements."""
+        return sum((span.stop - span.start) * span.samples for span in self.spans) / size
+
     def spans_in(self, start: int, stop: int) -> Sequence[PendingSpan]:
         """Those that reach into elements ``[start, stop)``. Found by bisection: anyone may announce a thousand."""
         first = bisect_right(self.spans, start, key=lambda span: span.stop)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +14,10 @@ from hivemind.p2p import PeerID
 
 from dht_config.keys import matchmaking_prefix
 from dht_config.records import MAX_DISTRUSTED, MAX_SPANS, RoundAnnouncement, sign_announcement
+from peers.attempts import ATTEMPTS, next_attempt, search_times
 from peers.bases import BaseKeeper
 from peers.cadence import line_use
-from peers.closing import LinkRate, Reliability, TransferTimes, closing_times
+from peers.closing import LinkRate, Reliability, TransferTimes, announced_seconds, closing_times
 from peers.codecs import get_codec
 from peers.context import RunContext
 from peers.contributed import note_contributed
@@ -42,14 +42,10 @@ AVERAGE = "average"
 """Name of the call that carries a contribution's parts one way and their averages the other."""
 ENOUGH = 0.9
 """A step on averaged gradients needs this share of its global batch: rates that peers advertise differ for a moment."""
-ATTEMPTS = 3
-"""Of one tick's round: a group that lost a reducer re-forms without it while there is time."""
 REDUCER_DISTRUST_CYCLES, REDUCER_DISTRUST_DOUBLINGS = 4.0, 6
 """A reducer without a share still contributes: being careful costs little."""
 LEADER_DISTRUST_DOUBLINGS = 2
 """A leader that nobody follows takes part in no round: it may just have been slow."""
-DEFERENCE_SECONDS = 0.25
-"""Who found nobody offers to begin the next group so much later, and so follows whoever leads."""
 LIMITING = 0.5
 """A rate below this part of the others' rates together is our own line's."""
 KEPT_SNAPSHOTS = 2
@@ -216,16 +212,14 @@ class RoundKeeper:
             other.forget_snapshot()
 
     def _next_attempt(self, tick: int) -> float | None:
-        """When all that lost a reducer in these moments meet again; None if the fragment's next round is too near.
-
-        Moments a matchmaking's length apart, counted from the tick's beginning: whoever fails between two of them,
-        on whatever peer, comes to the same one.
-        """
-        lead = self._run.manifest.averaging.matchmaking_seconds
-        begins, now = self._run.schedule.begins(tick), self._run.clock.now()
-        again = begins + lead * math.ceil((now - begins) / lead + 1.0)
-        usual_seconds = self._round_times.expected_seconds(1) or 0.0
-        return again if again + usual_seconds + lead <= begins + self._run.schedule.cycle_seconds else None
+        """When all that lost a reducer in these moments meet again; None if the fragment's next round is too near."""
+        return next_attempt(
+            self._run.schedule.begins(tick),
+            self._run.clock.now(),
+            self._run.manifest.averaging.matchmaking_seconds,
+            self._run.schedule.cycle_seconds,
+            self._round_times.expected_seconds(1) or 0.0,
+        )
 
     async def _attempt(
         self, attempt: int, begins: float, state: FragmentState, brought: _Brought, report: dict[str, Any]
@@ -250,7 +244,7 @@ class RoundKeeper:
             part_elements=max(1, self._run.manifest.averaging.part_bytes // 4),
         )
         report["group_size"], report["groups"] = len(members), len(plan.groups)
-        weights = [_mean_samples(member.spans, state.size) for member in plan.members]
+        weights = [member.mean_samples(state.size) for member in plan.members]
         own_index = plan.index(self._run.p2p.peer_id) or 0
         report["weight"] = weights[own_index]
         report["weight_share"] = weights[own_index] / sum(weights) if sum(weights) else 0.0
@@ -325,10 +319,15 @@ class RoundKeeper:
             megabits_per_second=self._link_rate.megabits_per_second,
             distrusted=self._reducers.distrusted(self._run.clock.now())[:MAX_DISTRUSTED],
         )
-        lead = self._run.manifest.averaging.matchmaking_seconds
+        times = search_times(
+            begins,
+            self._run.manifest.averaging.matchmaking_seconds,
+            self._run.schedule.cycle_seconds,
+            found_nobody=self._found_nobody,
+        )
         search = GroupSearch(
-            scheduled_time=begins + (DEFERENCE_SECONDS if self._found_nobody else 0.0),
-            deadline=begins + min(lead, self._run.schedule.cycle_seconds / 4),
+            scheduled_time=times.scheduled,
+            deadline=times.deadline,
             data_for_gather=sign_announcement(self._run.settings.identity, announcement, self._run.settings.run_id),
             now=self._run.clock.now,
             fragment=state.index,
@@ -355,7 +354,7 @@ class RoundKeeper:
         times = closing_times(
             self._arrival_times.expected_seconds(transfer_bytes),
             self._round_times.expected_seconds(transfer_bytes),
-            _announced_seconds(plan.members, transfer_bytes),
+            announced_seconds((member.kilobits_per_second for member in plan.members), transfer_bytes),
             self._run.schedule.cycle_seconds,
         )
 
@@ -422,25 +421,12 @@ class RoundKeeper:
             self._presence.changed.set()
 
     def _judge(self, current: Round, now: float) -> None:
-        """Remember who answered and who did not; if nobody did, it may have been our own line."""
-        for peer in current.answered:
-            self._reducers.answered(peer.to_bytes())
-        if current.answered or len(current.failed) == 1:
-            for peer in current.failed:
-                self._reducers.failed(peer.to_bytes(), now)
+        """Remember who answered and who did not."""
+        self._reducers.judge(
+            [peer.to_bytes() for peer in current.answered], [peer.to_bytes() for peer in current.failed], now
+        )
         self._reducers.forget({PeerID.from_base58(peer).to_bytes() for peer in self._presence.view.members}, now)
 
 
 class _Lost(RoundVoid):
     """This attempt came to nothing, but without those that failed another one may do."""
-
-
-def _announced_seconds(members: Sequence[GroupMember], transfer_bytes: int) -> float:
-    """What the slowest member needs for the transfer at the rate that it announced; 0 if nobody announced any."""
-    rates = [member.kilobits_per_second for member in members if member.kilobits_per_second > 0]
-    return transfer_bytes / (min(rates) * 125.0) if rates else 0.0
-
-
-def _mean_samples(spans: tuple[PendingSpan, ...], size: int) -> float:
-    """Samples a contribution brings, mean over the fragment's elements."""
-    return sum((span.stop - span.start) * span.samples for span in spans) / size

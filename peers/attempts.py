@@ -1,0 +1,50 @@
+"""When the members of a tick's round look for each other, and when they meet again after they lost a reducer (pure).
+
+What this does not stop: a peer that is asleep at these moments. It finds nobody, and its contribution is carried on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ATTEMPTS = 3
+"""Of one tick's round: a group that lost a reducer re-forms without it while there is time."""
+DEFERENCE_SECONDS = 0.25
+"""Who found nobody offers to begin the next group so much later, and so follows whoever leads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTimes:
+    """When a peer offers to begin a group, and when it gives up; swarm time, seconds."""
+
+    scheduled: float
+    deadline: float
+
+
+def search_times(begins: float, lead_seconds: float, cycle_seconds: float, *, found_nobody: bool) -> SearchTimes:
+    """The times of one search.
+
+    :param begins: the tick's beginning, or the moment of another attempt
+    :param lead_seconds: how long before it peers begin to look (the manifest's ``matchmaking_seconds``)
+    :param found_nobody: the last time
+    """
+    return SearchTimes(
+        scheduled=begins + (DEFERENCE_SECONDS if found_nobody else 0.0),
+        deadline=begins + min(lead_seconds, cycle_seconds / 4),
+    )
+
+
+def next_attempt(
+    begins: float, now: float, lead_seconds: float, cycle_seconds: float, usual_seconds: float
+) -> float | None:
+    """When all that lost a reducer in these moments meet again; None if the fragment's next round is too near.
+
+    Moments a matchmaking's length apart, counted from the tick's beginning: whoever fails between two of them, on
+    whatever peer, comes to the same one.
+
+    :param begins: the tick's beginning
+    :param usual_seconds: what rounds usually take
+    """
+    again = begins + lead_seconds * math.ceil((now - begins) / lead_seconds + 1.0)
+    return again if again + usual_seconds + lead_seconds <= begins + cycle_seconds else None
