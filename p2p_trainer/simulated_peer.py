@@ -36,6 +36,8 @@ class MadeBase:
     """What they announce from now on, where no tensors say it better."""
     total_element_samples: int
     receipt: Receipt
+    mates: frozenset[str]
+    """Base58 peer ids of all members."""
     average: Any = None
     """Whatever the work makes of it; None where there are no tensors."""
 
@@ -47,6 +49,7 @@ class Holding(Protocol):
     ledger: Ledger
     total_element_samples: int
     backers: frozenset[str]
+    backed_until: float
     unresolved_mates: frozenset[str]
 
     @property
@@ -58,8 +61,8 @@ class Holding(Protocol):
     def take(self, samples: int, steps: int, spans: Sequence[PendingSpan]) -> None:
         """Copy out what a round will be given, as of these cumulative counts."""
 
-    def contributes(self, plan: RoundPlan) -> None:
-        """It is about to be sent to the members of this round."""
+    def contributes(self, tick: int, mates: frozenset[str]) -> None:
+        """It is about to be sent to the members of this round, base58 peer ids."""
 
     def commit(self, made: MadeBase, index: int) -> None:
         """Move on with a round in which this peer is the member ``index`` of the plan."""
@@ -72,6 +75,9 @@ class Holding(Protocol):
 
     def drop(self, samples: int, steps: int) -> None:
         """Give up what is pending up to the cumulative counts."""
+
+    def restarts(self) -> None:
+        """Its process ends: what only that remembers is gone."""
 
 
 class Work(Protocol):
@@ -95,21 +101,22 @@ class CountedHolding:
         self.total_element_samples = 0
         self.claim = Claim(version=0, digest=NO_HISTORY, total_samples=0)
         self.backers = self.unresolved_mates = frozenset[str]()
+        self.backed_until = 0.0
         self.ancestors = frozenset[bytes]()
         self._receipts: tuple[Receipt, ...] = ()
 
     def take(self, samples: int, steps: int, spans: Sequence[PendingSpan]) -> None:
         """There is nothing to copy."""
 
-    def contributes(self, plan: RoundPlan) -> None:
-        self.unresolved_mates = frozenset(str(member.peer_id) for member in plan.members)
+    def contributes(self, tick: int, mates: frozenset[str]) -> None:
+        self.unresolved_mates = mates
 
     def commit(self, made: MadeBase, index: int) -> None:
         member = made.plan.members[index]
         held = [(part.start, part.stop) for part in made.parts if index in part.included]
         self.ledger = self.ledger.credit(held, member.samples, member.steps)
         self._receipts = (*self._receipts[1 - MAX_RECEIPTS :], made.receipt)
-        self.backers = frozenset(str(one.peer_id) for one in made.plan.members if one is not member)
+        self.backers = made.mates - {str(member.peer_id)}
         self._moved_to(made.claim, made.total_element_samples)
 
     def frozen(self) -> tuple[Claim, int, tuple[Receipt, ...]]:
@@ -128,6 +135,9 @@ class CountedHolding:
 
     def drop(self, samples: int, steps: int) -> None:
         self.ledger = self.ledger.drop(samples, steps)
+
+    def restarts(self) -> None:
+        self.backers = self.unresolved_mates = frozenset()
 
     def _moved_to(self, claim: Claim, total_element_samples: int) -> None:
         self.claim, self.total_element_samples = claim, total_element_samples
