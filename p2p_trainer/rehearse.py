@@ -122,7 +122,7 @@ def rehearse(options: RehearseOptions, *, console: Console | None = None, comman
     """
     console = console or Console()
     scene = options.scene().with_churn()
-    run, manifest = _find_manifest(scene.run)
+    run, manifest = find_manifest(scene.run)
     if options.json_path is not None and options.json_path == options.html_path:
         raise UsageError("--json and --html name the same file.", "Give each a file of its own.")
     check_report_path(options.json_path, "--json")
@@ -445,7 +445,7 @@ def _terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _find_manifest(run: str) -> tuple[str, RunManifest]:
+def find_manifest(run: str) -> tuple[str, RunManifest]:
     """What to hand to the bootstrap, and the manifest itself: a mistake in it is told before anything starts."""
     if run in EXAMPLES:
         return run, parse_manifest(example_manifest(run), source=run)

@@ -282,7 +282,7 @@ class Session:
             arena.outer_state.copy_(checkpoint.tensors["outer_state"])
             fragments = [FragmentMeta.from_json(row) for row in checkpoint.meta["fragments"]]
         elif signed is None:
-            fragments = _make_initial_bases(trainable(model), layout, arena)
+            fragments = make_initial_bases(trainable(model), layout, arena)
             signed = self._sign(manifest, task, layout, arena, fragments)
         if signed is None:
             raise CheckpointError("The run's manifest is lost.", f"Remove {self.directory.path} to start anew.")
@@ -604,7 +604,7 @@ def _rank(address: Address) -> int:
     return 3 if ip.is_loopback else 2 if ip.is_link_local else 1 if ip.is_private else 0
 
 
-def _make_initial_bases(
+def make_initial_bases(
     parameters: Mapping[str, nn.Parameter], layout: FragmentLayout, arena: SharedArena
 ) -> list[FragmentMeta]:
     """Bases of version 0 from a freshly initialised model, outer state zero."""

@@ -46,20 +46,29 @@ class Holding(Protocol):
     """One fragment as one peer holds it."""
 
     size: int
-    ledger: Ledger
-    total_element_samples: int
-    backers: frozenset[str]
     backed_until: float
-    unresolved_mates: frozenset[str]
+    """As the three below: what the product knows of its last rounds."""
+
+    @property
+    def ledger(self) -> Ledger: ...
 
     @property
     def claim(self) -> Claim: ...
 
     @property
+    def total_element_samples(self) -> int: ...
+
+    @property
+    def backers(self) -> frozenset[str]: ...
+
+    @property
+    def unresolved_mates(self) -> frozenset[str]: ...
+
+    @property
     def ancestors(self) -> frozenset[bytes]: ...
 
-    def take(self, samples: int, steps: int, spans: Sequence[PendingSpan]) -> None:
-        """Copy out what a round will be given, as of these cumulative counts."""
+    def take(self, samples: int, steps: int, spans: Sequence[PendingSpan]) -> bool:
+        """Copy out what a round will be given, as of these cumulative counts; False if it is of no use to anybody."""
 
     def contributes(self, tick: int, mates: frozenset[str]) -> None:
         """It is about to be sent to the members of this round, base58 peer ids."""
@@ -83,7 +92,8 @@ class Holding(Protocol):
 class Work(Protocol):
     """What one peer trains."""
 
-    holdings: Sequence[Holding]
+    @property
+    def holdings(self) -> Sequence[Holding]: ...
 
     def train(self, steps: int, lineage_samples: int) -> int:
         """Make so many inner steps; returns the samples in them.
@@ -105,8 +115,8 @@ class CountedHolding:
         self.ancestors = frozenset[bytes]()
         self._receipts: tuple[Receipt, ...] = ()
 
-    def take(self, samples: int, steps: int, spans: Sequence[PendingSpan]) -> None:
-        """There is nothing to copy."""
+    def take(self, samples: int, steps: int, spans: Sequence[PendingSpan]) -> bool:
+        return True
 
     def contributes(self, tick: int, mates: frozenset[str]) -> None:
         self.unresolved_mates = mates

@@ -77,6 +77,7 @@ class SimulatedSwarm:
                 peer.present = peer.trains = peer.announced = True
                 peer.starts = 1
                 self._bases.announce(peer)
+                world.tell(peer, "join", processed_samples=0)
                 world.tell(peer, "training_started", processed_samples=0)
             self._next_moment(peer)
         # As in the product, the first round is one for which there is time to look for a group.
@@ -108,6 +109,7 @@ class SimulatedSwarm:
     def _start(self, peer: SimulatedPeer) -> None:
         peer.present, peer.starts = True, peer.starts + 1
         peer.trained_until = self.world.now
+        self.world.tell(peer, "join", processed_samples=peer.samples)
         self._record_until.pop(peer.id_text, None)
         self._bases.catch_up(peer)
         self._begin_if_synced(peer)
@@ -129,6 +131,7 @@ class SimulatedSwarm:
 
     def _end(self, peer: SimulatedPeer, *, killed: bool) -> None:
         now = self.world.now
+        self.world.tell(peer, "account" if killed else "leave")
         for holding in peer.work.holdings:
             holding.restarts()
             if killed:  # its last checkpoint is of its last commit, here; what came after is gone with the machine

@@ -10,6 +10,7 @@ that met while the others still looked.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,8 +73,12 @@ class Ticks:
         self._average = average
         self.group_sizes: list[int] = []
         """Of the rounds that made a base."""
+        self.groups = 0
+        """That came together, whatever became of their rounds."""
         self.matchmaking_bytes = 0
-        """That leaders sent."""
+        """That their leaders sent."""
+        self.reasons: Counter[str] = Counter()
+        """Why rounds were not committed."""
         self._versions = [0] * len(world.model.sizes)
 
     def begin_tick(self, number: int) -> None:
@@ -88,9 +93,8 @@ class Ticks:
                     brought.append(one)
         self._world.at(begins, lambda: self._meet(tick, 0, begins, brought))
         following = number + 1
-        self._world.at(
-            self._world.schedule.begins(following) - self._world.model.lead_seconds, partial(self.begin_tick, following)
-        )
+        lead_seconds = self._world.model.lead_seconds
+        self._world.at(self._world.schedule.begins(following) - lead_seconds, partial(self.begin_tick, following))
 
     def _bring(self, peer: SimulatedPeer, tick: _Tick) -> _Brought | None:
         holding = peer.work.holdings[tick.fragment]
@@ -119,7 +123,9 @@ class Ticks:
             holding.drop(peer.samples, peer.steps)
             self._report(peer, holding.claim, report, "pending in too many pieces; dropped")
             return None
-        holding.take(peer.samples, peer.steps, spans)
+        if not holding.take(peer.samples, peer.steps, spans):
+            self._report(peer, holding.claim, report, "the local parameters had diverged; they were set back")
+            return None
         peer.busy.add(tick.fragment)
         rate = peer.link_rate.megabits_per_second
         member = GroupMember(
@@ -136,6 +142,8 @@ class Ticks:
         """Count a tick's outcome for a peer, and tell it."""
         report.update(reason=reason, version=claim.version, digest=claim.digest.hex())
         tally, outcome = peer.tally, report["outcome"]
+        if outcome != "committed":
+            self.reasons[reason] += 1
         tally.committed += outcome == "committed"
         tally.carried += outcome == "carried"
         tally.skipped += outcome == "skipped"
@@ -203,6 +211,7 @@ class Ticks:
         leader = led[0].peer
         line = Line.of(leader.emulated.link)
         message_bytes = self._world.model.announcement_bytes * len(led)
+        self.groups += 1
         self.matchmaking_bytes += message_bytes * (len(led) - 1)
         knows = {leader.id_text: scheduled}
         sending_seconds = (len(led) - 1) * message_bytes / line.up_bytes_per_second
