@@ -306,6 +306,21 @@ def rehearse(
         int | None, typer.Option(help="Decides who goes away and when, and which packets are lost.")
     ] = None,
     run_option: Annotated[str | None, typer.Option("--run", help="The same as RUN.", show_default=False)] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option(
+            "--simulate",
+            help="Only simulate decisions, traffic and DHT load, without network or model. A whole number for --peers "
+            "is then how many there are (1000: random machines and lines), and smaller swarms are shown as well.",
+        ),
+    ] = False,
+    virtual_time: Annotated[
+        bool,
+        typer.Option(
+            "--virtual-time",
+            help="Train for real, but on a virtual clock, in this process and without waiting; --minutes is virtual.",
+        ),
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report into this file.")] = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", help="Write the report into this file as a page to look at.")
@@ -329,23 +344,40 @@ def rehearse(
             raise UsageError("RUN and --run say the same.", "Give one of them.")
         if minutes is not None and not 0 < minutes <= MAX_WAIT_SECONDS:
             raise UsageError(f"--minutes {minutes:g} cannot be used.", "Give a number of minutes above 0.")
+        if simulate and virtual_time:
+            raise UsageError("--simulate and --virtual-time are two things.", "Give one of them.")
+        if simulate or virtual_time:
+            instrument = "--simulate" if simulate else "--virtual-time"
+            useless = {"--dir": directory is not None, "--keep": keep, "--html": html_file is not None}
+            for option in (option for option, given in useless.items() if given):
+                raise UsageError(f"{option} is of no use with {instrument}.", "Leave it out.")
         from p2p_trainer.rehearse import RehearseOptions
         from p2p_trainer.rehearse import rehearse as carry_out
 
-        report = carry_out(
-            RehearseOptions(
-                peers=peers,
-                scene_path=scene,
-                churn=churn,
-                seconds=60 * minutes if minutes is not None else seconds,
-                seed=seed,
-                run=run if run is not None else run_option,
-                json_path=json_file,
-                html_path=html_file,
-                directory=directory,
-                keep=keep,
-            )
+        options = RehearseOptions(
+            peers=peers,
+            scene_path=scene,
+            churn=churn,
+            seconds=60 * minutes if minutes is not None else seconds,
+            seed=seed,
+            run=run if run is not None else run_option,
+            json_path=json_file,
+            html_path=html_file,
+            directory=directory,
+            keep=keep,
         )
+        if simulate or virtual_time:
+            from rich.console import Console
+
+            from p2p_trainer.simulate import simulate as play
+            from p2p_trainer.virtual_time import rehearse_in_virtual_time
+
+            if simulate:
+                play(options, Console())
+            else:
+                rehearse_in_virtual_time(options, Console())
+            return
+        report = carry_out(options)
         broken = not (report.digests_agree and all(peer.samples_add_up for peer in report.peers))
         if broken or report.leftover_processes:
             raise RehearsalError("The rehearsal broke a promise; see the verdict above.", "Please report it.")

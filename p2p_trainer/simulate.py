@@ -2,8 +2,8 @@
 
 With a number of peers (``--peers 1000``) it plays swarms of growing size up to it, of random machines on random lines;
 with a scene, that scene. The decisions are the product's (``simulated_swarm.py``), the DHT's load is records times size
-times how often they are read (``simulated_dht.py``). Random peers take their machine from ``machines.py``, each as likely
-as the other, and their line from LINES, an assumption about homes and not a census.
+times how often they are read (``simulated_dht.py``). Random peers have a machine of ``machines.py`` and a line of
+LINES, an assumption about homes and not a census; each is as likely as the other.
 
 All figures are simulated, and marked so. ``tests/benchmarks/simulation_check.py`` holds them against real runs of a
 few peers; beyond those nobody has seen a real swarm of this program.
@@ -141,25 +141,30 @@ def random_peers(count: int, seed: int) -> tuple[EmulatedPeer, ...]:
     return tuple(peers)
 
 
-def play(scene: Scene, manifest: RunManifest, fragments: Sequence[int], records: RecordSizes) -> SimulatedSize:
-    """One swarm.
+def played(scene: Scene, manifest: RunManifest, fragments: Sequence[int], records: RecordSizes) -> SimulatedSwarm:
+    """A swarm that has come to its end.
 
     :param scene: with its lives, without churn
     :param fragments: their sizes in elements
     """
-    number = len(scene.peers)
     batch_size = manifest.inner_optimizer.batch_size
     model = SwarmModel.of(
         manifest,
         fragments,
         announcement_bytes=records.announcement,
-        records_are_readable=records.readable(number),
+        records_are_readable=records.readable(len(scene.peers)),
     )
     swarm = SimulatedSwarm(
         model, scene.peers, lambda index, own_id: CountedWork(own_id, fragments, batch_size), seed=scene.seed
     )
     swarm.run(scene.seconds)
-    peers, ticks = swarm.peers, swarm.ticks
+    return swarm
+
+
+def play(scene: Scene, manifest: RunManifest, fragments: Sequence[int], records: RecordSizes) -> SimulatedSize:
+    """What a swarm comes to; see ``played``."""
+    swarm, number = played(scene, manifest, fragments, records), len(scene.peers)
+    model, peers, ticks = swarm.world.model, swarm.peers, swarm.ticks
     minutes, hours = scene.seconds / 60, scene.seconds / 3600
     commits = statistics.fmean(peer.tally.committed for peer in peers) / scene.seconds
     load = dht_load(records, number, model.schedule.tick_seconds, model.lead_seconds, commits)

@@ -217,6 +217,8 @@ class SimulatedPeer:
     link_rate: LinkRate = field(default_factory=LinkRate)
     busy: set[int] = field(default_factory=set)
     """Fragments in a round or a fetch."""
+    sending: set[int] = field(default_factory=set)
+    """Fragments whose rounds share its line now."""
     fetching: set[int] = field(default_factory=set)
     starts: int = 0
     """How often it has started: what was begun before the last start is not gone on with."""

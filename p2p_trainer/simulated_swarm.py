@@ -140,6 +140,7 @@ class SimulatedSwarm:
             self._record_until[peer.id_text] = now + RECORD_SECONDS
         peer.present = peer.trains = peer.announced = peer.frozen = False
         peer.busy.clear()
+        peer.sending.clear()
         peer.fetching.clear()
         self._bases.forget(peer)
 

@@ -238,6 +238,7 @@ class Ticks:
         participants = []
         for one, at in zip(ordered, knows, strict=True):
             stops, silent = one.peer.stops_after(self._world.now)
+            one.peer.sending.add(tick.fragment)
             times = closing_times(
                 one.peer.arrival_times.expected_seconds(transfer_bytes),
                 one.peer.round_times.expected_seconds(transfer_bytes),
@@ -246,7 +247,7 @@ class Ticks:
             )
             participants.append(
                 Participant(
-                    line=Line.of(one.peer.emulated.link, max(1, len(one.peer.busy))),
+                    line=Line.of(one.peer.emulated.link, len(one.peer.sending)),
                     times=times,
                     ready_seconds=at - began,
                     stops_seconds=stops - began,
@@ -315,6 +316,7 @@ class Ticks:
         if not peer.awake or peer.starts != one.start:
             return
         peer.advance(self._world.now)
+        peer.sending.discard(tick.fragment)
         one.report["bytes_sent"] += flow.bytes_sent
         one.report["bytes_received"] += flow.bytes_received
         peer.round_times.note(transfer_bytes, self._world.now - began)
@@ -346,6 +348,7 @@ class Ticks:
     def _lost(self, tick: _Tick, attempt: int, brought: Sequence[_Brought], now: float, reason: str) -> None:
         """An attempt came to nothing for these; another one may do better."""
         for one in brought:
+            one.peer.sending.discard(tick.fragment)
             one.report["reason"] = reason
             again = next_attempt(
                 tick.begins,

@@ -56,7 +56,7 @@ COMMANDS = {
     "doctor": {"target", "--dir", "--settings", "--host", "--port", "--peer", "--device", "--wait-seconds"}
     | {"--allow-files", "--json", "--verbose", "-v"},
     "rehearse": {"--peers", "--seconds", "--run", "--json", "--html", "--dir", "--keep", "--verbose", "-v"}
-    | {"run", "--scene", "--churn", "--minutes", "--seed"},
+    | {"run", "--scene", "--churn", "--minutes", "--seed", "--simulate", "--virtual-time"},
 }
 """A promise to people's scripts: adding is free, removing or renaming is not."""
 
@@ -259,6 +259,11 @@ def test_a_flag_that_cannot_be_used(flags: list[str], code: ExitCode, says: str)
         ["rehearse", "--seconds", "0"],
         ["rehearse", "--minutes", "0"],
         ["rehearse", "--minutes", "nan"],
+        ["rehearse", "--simulate", "--virtual-time"],
+        ["rehearse", "--simulate", "--keep"],
+        ["rehearse", "--virtual-time", "--keep"],
+        ["rehearse", "--simulate", "--peers", "0"],
+        ["rehearse", "--simulate", "--peers", "10001"],
         ["rehearse", "--seconds", "nan"],
         ["status", INVITE, "--wait-seconds", "-1"],
         ["status", INVITE, "--wait-seconds", "nan"],

@@ -1,0 +1,96 @@
+"""The simulations against real rehearsals of a few peers on this machine.
+
+    python tests/benchmarks/simulation_check.py --peers 4,8,12 --json tests/benchmarks/results/simulation-check.json
+
+For each number of peers it rehearses for real on loopback, for ``--seconds`` of training, and plays the same scene with
+``--simulate``'s engine. Compared are the part of its rounds that a peer committed, bases made a second, and bytes a
+peer sent for each round it committed; ratios are simulated over real. What it does not compare: lines (both are
+without), swarms bigger than this machine carries, and the DHT's load. Where other programs take the cores the real
+rounds suffer, and the ratios say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dht_config.manifest import RunManifest
+from p2p_trainer.rehearse import RehearseOptions, find_manifest, rehearse
+from p2p_trainer.report import Report
+from p2p_trainer.scene import Scene
+from p2p_trainer.simulate import fragment_sizes, played
+from p2p_trainer.simulated_dht import RecordSizes
+
+SPEEDS = (40, 20, 10, 4)
+"""Samples per second, over and over: what two cores carry of the digits twelve times."""
+
+
+def scene_text(peers: int) -> str:
+    return ",".join(str(SPEEDS[number % len(SPEEDS)]) for number in range(peers))
+
+
+def of_report(report: Report) -> dict[str, float]:
+    """What a real rehearsal came to."""
+    bases = {key for peer in report.peers for key in peer.digests if not key.endswith(":0")}
+    sent = sum(peer.bytes_sent_per_hour * peer.window_seconds / 3600 for peer in report.peers)
+    seconds = statistics.fmean(peer.window_seconds for peer in report.peers)
+    return {
+        "participation": statistics.fmean(peer.participation for peer in report.peers),
+        "rounds_per_second": len(bases) / seconds,
+        "bytes_per_round": sent / max(1, sum(peer.rounds_committed for peer in report.peers)),
+        "credited": report.credited_efficiency,
+    }
+
+
+def of_simulation(scene: Scene, manifest: RunManifest) -> dict[str, float]:
+    """The same of the simulation."""
+    fragments = fragment_sizes(manifest)
+    swarm = played(scene, manifest, fragments, RecordSizes.measured(len(fragments), max(fragments)))
+    tallies = [peer.tally for peer in swarm.peers]
+    alone = sum(peer.emulated.samples_per_second for peer in swarm.peers) * scene.seconds
+    return {
+        "participation": statistics.fmean(tally.participation for tally in tallies),
+        "rounds_per_second": len(swarm.ticks.group_sizes) / scene.seconds,
+        "bytes_per_round": sum(tally.bytes_sent for tally in tallies) / sum(tally.committed for tally in tallies),
+        "credited": sum(peer.credited_samples for peer in swarm.peers) / alone,
+    }
+
+
+def check(peers: int, run: str, seconds: float, console: Console) -> dict[str, Any]:
+    options = RehearseOptions(peers=scene_text(peers), seconds=seconds, run=run, seed=0)
+    _, manifest = find_manifest(run)
+    simulated = of_simulation(options.scene(), manifest)
+    real = of_report(rehearse(options, console=console))
+    return {
+        "peers": peers,
+        "real": real,
+        "simulated": simulated,
+        "simulated_over_real": {key: round(simulated[key] / real[key], 4) if real[key] else None for key in real},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--peers", default="4,8", help="numbers of peers")
+    parser.add_argument("--run", default="digits")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="written after every number of peers")
+    options = parser.parse_args(arguments)
+    console, rows = Console(width=120), []
+    for peers in (int(text) for text in options.peers.split(",")):
+        rows.append(check(peers, options.run, options.seconds, console))
+        console.print(json.dumps(rows[-1]))
+        table = {"run": options.run, "seconds": options.seconds, "checks": rows}
+        options.json.write_text(json.dumps(table, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

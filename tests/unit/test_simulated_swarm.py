@@ -1,0 +1,95 @@
+"""A swarm on an event clock: the same seed is the same swarm, every sample is accounted for, lives are lived."""
+
+from __future__ import annotations
+
+import pytest
+
+from dht_config.manifest import example_manifest, parse_manifest
+from p2p_trainer.scene import Scene, parse_peers
+from p2p_trainer.simulate import play, played, random_peers
+from p2p_trainer.simulated_dht import RecordSizes, dht_load
+from p2p_trainer.simulated_swarm import SimulatedSwarm
+
+MANIFEST = parse_manifest(example_manifest("stdlib-text"), "the example")
+FRAGMENTS = [30_000, 28_000, 31_000, 29_000]
+RECORDS = RecordSizes(profile=913, state=790, matchmaking=614, announcement=754)
+
+
+def swarm_of(peers: str, seconds: float = 60.0, seed: int = 0) -> SimulatedSwarm:
+    scene = Scene(peers=parse_peers(peers, seconds), seconds=seconds, seed=seed)
+    return played(scene, MANIFEST, FRAGMENTS, RECORDS)
+
+
+def test_every_sample_is_credited_pending_or_dropped() -> None:
+    swarm = swarm_of("80:50M/20ms,40:10M/60ms@10-30@35-,20!25@30-,8~20-24")
+    for peer in swarm.peers:
+        assert peer.samples == pytest.approx(peer.credited_samples + peer.pending_samples + peer.dropped_samples)
+        assert peer.credited_samples > 0
+    for fragment in range(len(FRAGMENTS)):
+        holdings = [peer.work.holdings[fragment] for peer in swarm.peers]
+        credited = sum(holding.ledger.credited_element_samples() for holding in holdings)
+        assert credited == max(holding.total_element_samples for holding in holdings)
+
+
+def test_peers_without_lines_are_in_every_round_and_train_as_fast_as_alone() -> None:
+    swarm = swarm_of("80,40,20,8")
+    assert [peer.samples for peer in swarm.peers] == [4800, 2400, 1200, 480]
+    assert all(peer.tally.participation == 1.0 for peer in swarm.peers)
+    assert len(swarm.ticks.group_sizes) == swarm.peers[0].tally.committed == 59
+
+
+def test_one_peer_goes_on_alone() -> None:
+    (peer,) = swarm_of("40").peers
+    assert peer.tally.participation == 1.0 and peer.tally.bytes_sent == 0
+
+
+def test_a_killed_peer_comes_back_without_what_was_in_no_base_and_takes_part_again() -> None:
+    stays, killed = swarm_of("40,20!20@30-").peers
+    assert killed.dropped_samples > 0
+    assert killed.tally.bytes_fetched > 0
+    assert killed.tally.committed > 30
+    assert stays.tally.participation > 0.85
+    assert stays.work.holdings[0].claim == killed.work.holdings[0].claim
+
+
+def test_a_frozen_peer_holds_the_others_up_until_it_is_known_and_then_takes_part_again() -> None:
+    thawed = swarm_of("40,20,20~20-30").peers[2]
+    assert thawed.samples == pytest.approx(20 * 50, abs=8)
+    assert thawed.tally.committed > 20
+
+
+def test_the_same_seed_gives_the_same_figures_and_another_one_others() -> None:
+    peers = random_peers(24, seed=3)
+    assert peers[:5] == random_peers(5, seed=3) and peers != random_peers(24, seed=4)
+    scene = Scene(peers=peers, seconds=30.0, seed=3, churn=0.25).with_churn()
+    assert play(scene, MANIFEST, FRAGMENTS, RECORDS) == play(scene, MANIFEST, FRAGMENTS, RECORDS)
+    other = Scene(peers=peers, seconds=30.0, seed=4, churn=0.25).with_churn()
+    assert play(scene, MANIFEST, FRAGMENTS, RECORDS) != play(other, MANIFEST, FRAGMENTS, RECORDS)
+
+
+def test_nobody_makes_a_base_where_no_group_can_be_most_of_the_swarm() -> None:
+    scene = Scene(peers=random_peers(600, seed=0), seconds=10.0)
+    size = play(scene, MANIFEST, FRAGMENTS, RECORDS)
+    assert size.records_are_readable and size.rounds_per_minute == 0
+    assert any("training peers" in reason for reason in size.reasons)
+
+
+def test_records_that_nobody_can_read_are_said_to_be_so() -> None:
+    scene = Scene(peers=random_peers(1200, seed=0), seconds=5.0)
+    size = play(scene, MANIFEST, FRAGMENTS, RECORDS)
+    assert not size.records_are_readable and size.participation == 0
+
+
+def test_the_load_of_the_dht_grows_with_the_swarm_and_with_every_reading() -> None:
+    loads = [dht_load(RECORDS, peers, 1.0, 1.5, 1.0) for peers in (10, 100, 1000)]
+    assert loads[1].bytes_per_second > 8 * loads[0].bytes_per_second
+    assert loads[2].signatures_per_second == pytest.approx(10 * loads[1].signatures_per_second, rel=0.02)
+    assert dht_load(RECORDS, 100, 10.0, 1.5, 0.1).bytes_per_second < loads[1].bytes_per_second / 3
+    assert dht_load(RECORDS, 1, 1.0, 1.5, 1.0).bytes_per_second == 0
+
+
+def test_sizes_of_records_are_those_of_records_that_peers_make() -> None:
+    measured = RecordSizes.measured(fragments=4, fragment_size=30_000)
+    # A signature and a public key are 550 bytes of each.
+    assert 600 < measured.matchmaking < measured.state < measured.profile < 1200
+    assert measured.readable(1000) and not measured.readable(2000)
