@@ -14,7 +14,7 @@ from p2p_trainer.simulated_peer import SimulatedPeer
 from p2p_trainer.simulated_round import Line
 from p2p_trainer.simulated_world import World
 from peers.bases import FETCHES_AT_ONCE
-from peers.lineage import Claim, choose_base
+from peers.lineage import Claim, choose_base, in_step
 
 DONORS_AT_ONCE = 4
 BASE_BYTES_PER_ELEMENT = 8
@@ -33,13 +33,22 @@ class Bases:
         self._seen: list[dict[str, Claim]] = [{} for _ in range(fragments)]
         self._choices: list[dict[object, Claim | None]] = [{} for _ in range(fragments)]
         self._looks_at: float | None = None
+        self.cadences: dict[str, int] = {}
+        """What everybody announces. Known to all at once."""
 
     def announce(self, peer: SimulatedPeer) -> None:
-        """All its claims are known to all."""
+        """All its claims, and its cadence, are known to all."""
+        self.cadences[peer.id_text] = peer.cadence.announced
         for fragment, holding in enumerate(peer.work.holdings):
             self._see(peer, fragment, holding.claim)
 
+    def announce_cadence(self, peer: SimulatedPeer) -> None:
+        self.cadences[peer.id_text] = peer.cadence.announced
+        for choices in self._choices:
+            choices.clear()
+
     def forget(self, peer: SimulatedPeer) -> None:
+        self.cadences.pop(peer.id_text, None)
         for seen, choices in zip(self._seen, self._choices, strict=True):
             seen.pop(peer.id_text, None)
             choices.clear()
@@ -77,15 +86,18 @@ class Bases:
         possible = world.schedule.possible_versions(world.now)
         mates = holding.unresolved_mates
         backers = holding.backers if world.now < holding.backed_until else frozenset[str]()
-        situation = (holding.claim, possible, bool(mates), bool(backers), seen.get(peer.id_text))
+        own_seen, own_cadence = seen.get(peer.id_text), self.cadences.get(peer.id_text)
+        situation = (holding.claim, possible, bool(mates), bool(backers), own_seen, own_cadence)
         choices = self._choices[fragment]
         if situation not in choices:
+            claims = {other: claim for other, claim in seen.items() if other != peer.id_text}
+            votes = in_step(claims, {other: self.cadences[other] for other in claims})
             choices[situation] = choose_base(
                 holding.claim,
-                {other: claim for other, claim in seen.items() if other != peer.id_text},
+                votes,
                 possible_versions=possible,
                 groupmates=mates,
-                backers=backers,
+                backers=backers - (claims.keys() - votes.keys()),
                 ancestors=holding.ancestors,
             )
         return choices[situation]
@@ -95,8 +107,15 @@ class Bases:
         for fragment in range(len(self._world.model.sizes)):
             if len(peer.fetching) < FETCHES_AT_ONCE and fragment not in peer.busy:
                 claim = self.better_claim(peer, fragment)
-                if claim is not None:
+                if claim is not None and self._is_time_for(peer, fragment, claim):
                     self._fetch(peer, fragment, claim)
+
+    def _is_time_for(self, peer: SimulatedPeer, fragment: int, claim: Claim) -> bool:
+        """Whether to fetch a better base now. Who skips rounds waits for the base that its next round starts from."""
+        now = self._world.now
+        if peer.heard_of.get(fragment, (None, now))[0] != claim:
+            peer.heard_of[fragment] = (claim, now)
+        return not peer.trains or peer.cadence.wants_base(fragment, peer.heard_of[fragment][1], now)
 
     def _fetch(self, peer: SimulatedPeer, fragment: int, claim: Claim) -> None:
         world = self._world

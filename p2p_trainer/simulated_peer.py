@@ -17,6 +17,7 @@ from hivemind.p2p import PeerID
 
 from dht_config.address import SHA256_MULTIHASH_PREFIX
 from p2p_trainer.scene import EmulatedPeer, Moment
+from peers.cadence import Cadence
 from peers.closing import LinkRate, Reliability, TransferTimes
 from peers.ledger import Ledger, PendingSpan
 from peers.lineage import Claim
@@ -200,6 +201,9 @@ class SimulatedPeer:
     """Of one inner step on this machine."""
     reducers: Reliability
     moments: deque[Moment]
+    cadence: Cadence
+    heard_of: dict[int, tuple[Claim, float]] = field(default_factory=dict)
+    """By fragment: the better claim, and since when this peer knows of it."""
     present: bool = False
     """Its process runs, frozen or not."""
     announced: bool = False

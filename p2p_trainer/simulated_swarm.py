@@ -13,6 +13,7 @@ the same at the same moment, and a dead one is found out by all at once.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from p2p_trainer.simulated_bases import Bases
 from p2p_trainer.simulated_peer import SimulatedPeer, Work, peer_id_of
 from p2p_trainer.simulated_ticks import Average, Ticks
 from p2p_trainer.simulated_world import EventListener, SwarmModel, World
+from peers.cadence import Cadence, is_due
 from peers.closing import Reliability
 from peers.presence import RECORD_SECONDS
 from peers.rounds import REDUCER_DISTRUST_CYCLES, REDUCER_DISTRUST_DOUBLINGS
@@ -46,7 +48,7 @@ class SimulatedSwarm:
     ) -> None:
         self.world = World(model, seed, listener)
         self._bases = Bases(self.world, self._begin_if_synced)
-        self.ticks = Ticks(self.world, self._bases, self._present, self._find_dead, average)
+        self.ticks = Ticks(self.world, self._bases, self._expected, self._find_dead, average)
         self._record_until: dict[str, float] = {}
         """Of peers that ended or froze without a goodbye: until when the others count on them."""
         for index, emulated in enumerate(peers):
@@ -62,6 +64,7 @@ class SimulatedSwarm:
                         REDUCER_DISTRUST_CYCLES * model.schedule.cycle_seconds, REDUCER_DISTRUST_DOUBLINGS
                     ),
                     moments=deque(emulated.life.moments()),
+                    cadence=Cadence(model.schedule),
                 )
             )
 
@@ -141,18 +144,24 @@ class SimulatedSwarm:
         peer.present = peer.trains = peer.announced = peer.frozen = False
         peer.busy.clear()
         peer.sending.clear()
+        peer.heard_of.clear()
+        peer.cadence = Cadence(self.world.schedule)
         peer.fetching.clear()
         self._bases.forget(peer)
 
-    def _present(self) -> frozenset[str]:
-        """Those that train, but for the frozen whose records have run out; and the dead of whom nobody knows yet."""
-        now = self.world.now
-        there = {
+    def _expected(self, tick: int) -> frozenset[str]:
+        """Those that train and whose cadence has them take part in a tick's round, as the others know of it.
+
+        Without the frozen whose records have run out; with the dead of whom nobody knows yet.
+        """
+        now, schedule = self.world.now, self.world.schedule
+        return frozenset(
             peer.id_text
             for peer in self.world.peers
-            if peer.announced and (not peer.frozen or self._record_until.get(peer.id_text, now) > now)
-        }
-        return frozenset(there | {peer for peer, until in self._record_until.items() if until > now})
+            if (peer.announced or peer.id_text in self._record_until)
+            and self._record_until.get(peer.id_text, math.inf) > now
+            and is_due(schedule, tick, peer.cadence.announced)
+        )
 
     def _find_dead(self) -> None:
         dead = {peer.id_text for peer in self.world.peers if not peer.present}

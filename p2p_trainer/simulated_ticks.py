@@ -17,11 +17,12 @@ from functools import partial
 from typing import Any
 
 from dht_config.records import MAX_SPANS
-from p2p_trainer.simulated_bases import Bases
+from p2p_trainer.simulated_bases import BASE_BYTES_PER_ELEMENT, Bases
 from p2p_trainer.simulated_peer import MadeBase, SimulatedPeer
 from p2p_trainer.simulated_round import Line, MemberFlow, Participant, RoundFlow, play_round
 from p2p_trainer.simulated_world import World
 from peers.attempts import ATTEMPTS, next_attempt, search_times
+from peers.cadence import line_use
 from peers.closing import RateMeter, announced_seconds, closing_times
 from peers.lineage import Claim, has_quorum
 from peers.messages import MAX_GROUP_SIZE, AveragedPart, extend_history
@@ -56,7 +57,8 @@ class _Tick:
 class Ticks:
     """Holds the rounds.
 
-    :param present: the training peers that everybody knows of: what a quorum is counted against
+    :param expected: the training peers that everybody knows of and that take part in a tick's round: what a quorum is
+        counted against
     :param find_dead: somebody failed: whose machine refuses connections is known to have ended from now on
     """
 
@@ -64,12 +66,12 @@ class Ticks:
         self,
         world: World,
         bases: Bases,
-        present: Callable[[], frozenset[str]],
+        expected: Callable[[int], frozenset[str]],
         find_dead: Callable[[], None],
         average: Average | None,
     ) -> None:
         self._world, self._bases = world, bases
-        self._present, self._find_dead = present, find_dead
+        self._expected, self._find_dead = expected, find_dead
         self._average = average
         self.group_sizes: list[int] = []
         """Of the rounds that made a base."""
@@ -109,12 +111,18 @@ class Ticks:
             "attempts": 0,
             "bytes_sent": 0,
             "bytes_received": 0,
+            "cadence": peer.cadence.announced,
         }
+        if not peer.cadence.is_due(tick.number):
+            self._report(peer, holding.claim, report, "its line is too slow for every round")
+            return None
         if tick.fragment in peer.busy:
             self._report(peer, holding.claim, report, "the previous round or a fetch is still under way")
+            self._took_part(peer, tick, late=True)
             return None
         if self._bases.better_claim(peer, tick.fragment) is not None:
             self._report(peer, holding.claim, report, "the swarm has moved on; fetching its base first")
+            self._took_part(peer, tick, late=True)
             return None
         report["outcome"] = "carried"
         peer.advance(self._world.now)
@@ -183,9 +191,10 @@ class Ticks:
         # Who offers to begin first leads.
         leader = min(range(len(members)), key=lambda index: times[index].scheduled)
         ids = {one.peer.id_text for one in members}
-        if len(members) == 1 and self._present() != ids:
+        if len(members) == 1 and self._expected(tick.number) != ids:
             self._find_dead()
-        if self._present() != ids and not has_quorum(ids, self._present()):
+        expected = self._expected(tick.number) | ids
+        if expected != ids and not has_quorum(ids, expected):
             self._find_dead()
             self._lost(
                 tick, attempt, members, self._world.now, "no group of enough of the training peers came together"
@@ -325,6 +334,7 @@ class Ticks:
         meter = RateMeter(began)
         meter.note(self._world.now, up=flow.bytes_sent, down=flow.bytes_received)
         peer.link_rate.note(meter.bytes_per_second)
+        self._judge_line(peer, plan, meter.bytes_per_second)
         ids = [member.peer_id.to_bytes() for member in plan.members]
         peer.reducers.judge(
             [ids[other] for other in flow.answered], [ids[other] for other in flow.failed], self._world.now
@@ -339,11 +349,36 @@ class Ticks:
         peer.busy.discard(tick.fragment)
         one.report.update(outcome="committed", seconds=self._world.now - began)
         inside = all(index in part.included for part in made.parts)
+        if len(plan.members) > 1:
+            self._took_part(peer, tick, late=not inside)
         self._report(peer, holding.claim, one.report, "" if inside else "closed without us; carried on")
         if holding.claim.version > self._versions[tick.fragment]:
             self._versions[tick.fragment] = holding.claim.version
             self.group_sizes.append(len(plan.members))
         self._bases.moved_on(peer, tick.fragment)
+
+    def _judge_line(self, peer: SimulatedPeer, plan: RoundPlan, bytes_per_second: float) -> None:
+        """How often to take part from now on, as the product decides it."""
+        model = self._world.model
+        changed = peer.cadence.after_round(
+            plan.tick,
+            bytes_per_second,
+            best_megabits=peer.link_rate.megabits_per_second,
+            others_kilobits=sum(one.kilobits_per_second for one in plan.members if one.peer_id != peer.peer_id),
+            use=lambda rate: line_use(
+                model.averaging,
+                model.schedule,
+                size=plan.size,
+                base_bytes=BASE_BYTES_PER_ELEMENT * plan.size,
+                bytes_per_second=rate,
+            ),
+        )
+        if changed:
+            self._bases.announce_cadence(peer)
+
+    def _took_part(self, peer: SimulatedPeer, tick: _Tick, *, late: bool) -> None:
+        if peer.cadence.took_part(tick.number, late=late):
+            self._bases.announce_cadence(peer)
 
     def _lost(self, tick: _Tick, attempt: int, brought: Sequence[_Brought], now: float, reason: str) -> None:
         """An attempt came to nothing for these; another one may do better."""

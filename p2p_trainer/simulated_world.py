@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dht_config.manifest import RunManifest
+from dht_config.manifest import AveragingSection, RunManifest
 from p2p_trainer.simulated_peer import SimulatedPeer
 from peers.clock import Schedule
 from peers.codecs import get_codec
@@ -28,6 +28,7 @@ class SwarmModel:
     sizes: tuple[int, ...]
     """Elements of each fragment."""
     rules: Rules
+    averaging: AveragingSection
     lead_seconds: float
     target_group_size: int
     part_elements: int
@@ -51,6 +52,7 @@ class SwarmModel:
                 batch_size=manifest.inner_optimizer.batch_size,
             ),
             lead_seconds=averaging.matchmaking_seconds,
+            averaging=averaging,
             target_group_size=averaging.target_group_size,
             part_elements=max(1, averaging.part_bytes // 4),
             **others,

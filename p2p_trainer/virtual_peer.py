@@ -23,7 +23,7 @@ from p2p_trainer.simulated_round import RoundFlow
 from p2p_trainer.target import trainable
 from p2p_trainer.tasks import Task
 from peers.arena import SharedArena
-from peers.contribution import Decoded
+from peers.contribution import SentPart
 from peers.fragment_state import FragmentState
 from peers.fragments import FragmentLayout, load_fragment
 from peers.ledger import Ledger, PendingSpan
@@ -169,14 +169,13 @@ class TrainedHolding:
         self.state.unresolved_mates |= mates
         self.state.contributes(tick)
 
-    def sent(self, start: int, stop: int, decoded: list[Decoded]) -> torch.Tensor:
-        """What a reducer decodes of this contribution's elements; noted in ``decoded`` if that is something else."""
+    def sent(self, start: int, stop: int, lossy: list[SentPart]) -> torch.Tensor:
+        """What a reducer decodes of this contribution's elements; noted in ``lossy`` if that is something else."""
         values, codec = self.values[start:stop], self._run.rules.codec
         if codec.lossless:
             return values
-        arrived = codec.decode(codec.encode(values), stop - start)
-        decoded.append((start, stop, arrived))
-        return arrived
+        lossy.append(SentPart(start, stop, codec.encode(values), codec))
+        return lossy[-1].values()
 
     def commit(self, made: MadeBase, index: int) -> None:
         average: _Average = made.average
@@ -228,7 +227,7 @@ def average_of(run: TrainedRun, plan: RoundPlan, flow: RoundFlow, peers: Sequenc
 
 async def _reduced(rules: Rules, plan: RoundPlan, flow: RoundFlow, holdings: Sequence[TrainedHolding]) -> _Average:
     average = torch.zeros(plan.size)
-    decoded: list[list[Decoded]] = [[] for _ in holdings]
+    lossy: list[list[SentPart]] = [[] for _ in holdings]
     left_out: dict[int, dict[tuple[int, int], bytes]] = {}
     for share, included in zip(plan.shares, flow.included, strict=True):
         if len(included) < min(2, len(plan.members)):
@@ -244,7 +243,7 @@ async def _reduced(rules: Rules, plan: RoundPlan, flow: RoundFlow, holdings: Seq
                 for part, (start, stop) in enumerate(share.parts):
                     values = holdings[index].values[start:stop]
                     if index != own:
-                        values = holdings[index].sent(start, stop, decoded[index])
+                        values = holdings[index].sent(start, stop, lossy[index])
                     await reducer.add(index, part, values)
         for source, reducer in reducers.items():
             for root, parts in reducer.rooted.items():
@@ -258,6 +257,6 @@ async def _reduced(rules: Rules, plan: RoundPlan, flow: RoundFlow, holdings: Seq
             averaged = await reducers[share.root(part)].result(part)
             average[start:stop] = averaged.values
         left_out |= {own: reducer.left_out for own, reducer in reducers.items()}
-    for holding, pieces in zip(holdings, decoded, strict=True):
-        holding.state.decoded = pieces
+    for holding, sent in zip(holdings, lossy, strict=True):
+        holding.state.sent = sent
     return _Average(values=average, left_out=left_out)

@@ -11,7 +11,7 @@ Fragments are staggered, so that a slow line carries something all the time inst
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +31,8 @@ LATE_IN_A_ROW = 3
 """Rounds that closed without a peer's contribution before it takes part less often."""
 IN_TIME_IN_A_ROW = 4
 """Rounds in time before a peer tries to take part more often again."""
+LIMITING = 0.5
+"""A rate below this part of the others' rates together is our own line's."""
 
 
 def is_due(schedule: Schedule, tick: int, cadence: int) -> bool:
@@ -122,6 +124,28 @@ class Cadence:
             return False
         last = schedule.begins(coming - schedule.fragments)
         return known_since >= last or now >= last + PATIENCE_CYCLES * schedule.cycle_seconds
+
+    def after_round(
+        self,
+        tick: int,
+        bytes_per_second: float,
+        *,
+        best_megabits: float | None,
+        others_kilobits: int,
+        use: Callable[[float], LineUse],
+    ) -> bool:
+        """What a round's traffic says of our line; returns whether this changes our cadence.
+
+        Our line may be what limited a round only if it carried much less than the others' lines together do.
+
+        :param bytes_per_second: of this round; 0 if too little was moved to say
+        :param best_megabits: a second, what the line is known to carry; None before that was measured
+        :param others_kilobits: a second, the sum of what the other members announced
+        :param use: what rounds want of a line of so many bytes a second
+        """
+        if best_megabits is None or bytes_per_second <= 0 or 1000 * best_megabits > LIMITING * others_kilobits:
+            return self.unlimited(tick)
+        return self.measured(use(best_megabits * 1e6 / 8), tick)
 
     def measured(self, use: LineUse, tick: int) -> bool:
         """What our line is known to carry, while its own rate is what limits it; returns whether this changes ours."""

@@ -46,8 +46,6 @@ REDUCER_DISTRUST_CYCLES, REDUCER_DISTRUST_DOUBLINGS = 4.0, 6
 """A reducer without a share still contributes: being careful costs little."""
 LEADER_DISTRUST_DOUBLINGS = 2
 """A leader that nobody follows takes part in no round: it may just have been slow."""
-LIMITING = 0.5
-"""A rate below this part of the others' rates together is our own line's."""
 KEPT_SNAPSHOTS = 2
 """Of rounds that brought no result here: if others counted us, what was trained since then can be kept."""
 MAX_SAMPLES_PER_SECOND = 1e6
@@ -395,24 +393,23 @@ class RoundKeeper:
         return result, current.reducer.left_out
 
     def _note_rate(self, plan: RoundPlan, bytes_per_second: float) -> None:
-        """Our line may be what limited a round only if it carried much less than the others' lines together do."""
         self._link_rate.note(bytes_per_second)
-        rate = self._link_rate.megabits_per_second
         own = self._run.p2p.peer_id
-        others = sum(member.kilobits_per_second for member in plan.members if member.peer_id != own)
         if self._gradient:
-            changed = False  # its steps want everybody's samples
-        elif rate is None or bytes_per_second <= 0 or 1000 * rate > LIMITING * others:
-            changed = self._presence.cadence.unlimited(plan.tick)
-        else:
-            use = line_use(
+            return  # its steps want everybody's samples
+        changed = self._presence.cadence.after_round(
+            plan.tick,
+            bytes_per_second,
+            best_megabits=self._link_rate.megabits_per_second,
+            others_kilobits=sum(member.kilobits_per_second for member in plan.members if member.peer_id != own),
+            use=lambda rate: line_use(
                 self._run.manifest.averaging,
                 self._run.schedule,
                 size=plan.size,
                 base_bytes=self._run.fragments[plan.fragment].num_bytes,
-                bytes_per_second=rate * 1e6 / 8,
-            )
-            changed = self._presence.cadence.measured(use, plan.tick)
+                bytes_per_second=rate,
+            ),
+        )
         if changed:
             self._presence.changed.set()
 
