@@ -74,8 +74,7 @@ class Bases:
     def _look(self) -> None:
         self._looks_at = None
         for peer in self._world.peers:
-            if peer.awake:
-                self.catch_up(peer)
+            self.catch_up(peer)
 
     def better_claim(self, peer: SimulatedPeer, fragment: int) -> Claim | None:
         """What the product would have this peer fetch. Peers whose situation is the same decide the same, once."""
@@ -104,6 +103,8 @@ class Bases:
 
     def catch_up(self, peer: SimulatedPeer) -> None:
         """Begin to fetch what the swarm has and this peer has not, a few fragments at once."""
+        if not peer.awake:
+            return
         for fragment in range(len(self._world.model.sizes)):
             if len(peer.fetching) < FETCHES_AT_ONCE and fragment not in peer.busy:
                 claim = self.better_claim(peer, fragment)

@@ -33,6 +33,9 @@ Average = Callable[[RoundPlan, RoundFlow, Sequence[SimulatedPeer]], Any]
 """Makes what ``MadeBase.average`` holds, from the plan, who is in it, and the members in the plan's order."""
 
 
+ASLEEP = "it slept through the round"
+
+
 @dataclass(slots=True, kw_only=True)
 class _Brought:
     """What a peer brings to one tick's round."""
@@ -163,7 +166,9 @@ class Ticks:
         """Those with the same base find each other, and the group begins its round."""
         by_claim: dict[Claim, list[_Brought]] = {}
         for one in brought:
-            if one.peer.awake and one.peer.starts == one.start:
+            if not one.peer.awake:
+                self._give_up(tick, [one], ASLEEP)
+            elif one.peer.starts == one.start:
                 one.report["attempts"] = attempt + 1
                 by_claim.setdefault(one.peer.work.holdings[tick.fragment].claim, []).append(one)
         for candidates in by_claim.values():
@@ -323,6 +328,7 @@ class Ticks:
         """A member has the average, or knows that it will not."""
         peer, holding = one.peer, one.peer.work.holdings[tick.fragment]
         if not peer.awake or peer.starts != one.start:
+            self._give_up(tick, [one], ASLEEP)
             return
         peer.advance(self._world.now)
         peer.sending.discard(tick.fragment)
@@ -407,5 +413,6 @@ class Ticks:
         for one in brought:
             if one.peer.starts == one.start and one.peer.present:
                 one.peer.busy.discard(tick.fragment)
+                one.peer.sending.discard(tick.fragment)
                 self._report(one.peer, one.peer.work.holdings[tick.fragment].claim, one.report, reason)
                 self._bases.catch_up(one.peer)

@@ -93,3 +93,12 @@ def test_sizes_of_records_are_those_of_records_that_peers_make() -> None:
     # A signature and a public key are 550 bytes of each.
     assert 600 < measured.matchmaking < measured.state < measured.profile < 1200
     assert measured.readable(1000) and not measured.readable(2000)
+
+
+@pytest.mark.parametrize("moment", ["~20-24", "~20.3-24", "~20.9-21.1", "!20.5@24-", "@-20.5@24-"])
+def test_nothing_is_under_way_for_ever_whenever_a_peer_goes_away(moment: str) -> None:
+    swarm = swarm_of(f"40:20M/40ms,20:20M/40ms,20:20M/40ms{moment}")
+    for peer in swarm.peers:
+        claims = [holding.claim.version for holding in peer.work.holdings]
+        assert min(claims) >= 12, f"{peer.name} holds {claims}"
+        assert not peer.fetching and len(peer.busy) <= 3
