@@ -11,6 +11,7 @@ few peers; beyond those nobody has seen a real swarm of this program.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import statistics
@@ -28,7 +29,7 @@ from dht_config.errors import UsageError
 from dht_config.manifest import RunManifest
 from p2p_trainer.links import LinkSpec
 from p2p_trainer.machines import MACHINES
-from p2p_trainer.rehearsal_files import check_report_path, write_json
+from p2p_trainer.rehearsal_files import check_report_path, write_report
 from p2p_trainer.rehearsal_view import say, show_status
 from p2p_trainer.rehearse import RehearseOptions, find_manifest
 from p2p_trainer.scene import EmulatedPeer, Names, Scene
@@ -98,7 +99,7 @@ def simulate(options: RehearseOptions, console: Console) -> list[SimulatedSize]:
     _, manifest = find_manifest(scenes[0].run)
     if manifest.averaging.mode != "local":
         raise UsageError('--simulate plays runs of mode = "local" only.', "Leave it out for this run.")
-    check_report_path(options.json_path)
+    check_report_path(options.json_path, "--json")
     fragments = fragment_sizes(manifest)
     records = RecordSizes.measured(len(fragments), max(fragments))
     began, found = time.monotonic(), []
@@ -107,7 +108,8 @@ def simulate(options: RehearseOptions, console: Console) -> list[SimulatedSize]:
             status.show("Simulating", f"{len(one.peers)} peers")
             found.append(play(one.with_churn(), manifest, fragments, records))
     if options.json_path is not None:
-        write_json(options.json_path, _as_json(scenes[0], count is not None, manifest, records, found))
+        table = _as_json(scenes[0], count is not None, manifest, records, found)
+        write_report(options.json_path, json.dumps(table, indent=2) + "\n", "--json")
     _print(console, scenes[0], found)
     if count is not None:
         say(console, f"Peers: random machines, lines of {', '.join(LINES)}; seed {scenes[0].seed}.")

@@ -11,6 +11,7 @@ What it does not show is said in ``simulated_swarm.py``. The report is simulated
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from rich.console import Console
 
 from dht_config.errors import UsageError
 from dht_config.manifest import RunManifest, run_id
-from p2p_trainer.rehearsal_files import check_report_path, write_json
+from p2p_trainer.rehearsal_files import check_report_path, write_report
 from p2p_trainer.rehearsal_view import print_report, say, show_status
 from p2p_trainer.rehearse import RehearseOptions, find_manifest
 from p2p_trainer.rehearsed_peer import PeerRecord, PlayedLife
@@ -72,7 +73,7 @@ def rehearse_in_virtual_time(options: RehearseOptions, console: Console) -> Virt
     _, manifest = find_manifest(scene.run)
     if manifest.averaging.mode != "local":
         raise UsageError('--virtual-time plays runs of mode = "local" only.', "Leave it out for this run.")
-    check_report_path(options.json_path)
+    check_report_path(options.json_path, "--json")
     with show_status(console) as status, _one_thread():
         rehearsal = VirtualRehearsal(scene, manifest)
         began = time.monotonic()
@@ -81,7 +82,7 @@ def rehearse_in_virtual_time(options: RehearseOptions, console: Console) -> Virt
         )
         result = VirtualReport(report=report, held_out=rehearsal.held_out, wall_seconds=time.monotonic() - began)
     if options.json_path is not None:
-        write_json(options.json_path, result.as_json())
+        write_report(options.json_path, json.dumps(result.as_json(), indent=2) + "\n", "--json")
     say(console, NOTICE)
     print_report(console, report)
     _, samples, loss = result.held_out[-1]
