@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,7 +74,7 @@ def rehearse_in_virtual_time(options: RehearseOptions, console: Console) -> Virt
     if manifest.averaging.mode != "local":
         raise UsageError('--virtual-time plays runs of mode = "local" only.', "Leave it out for this run.")
     check_report_path(options.json_path, "--json")
-    with show_status(console) as status, _one_thread():
+    with show_status(console) as status:
         rehearsal = VirtualRehearsal(scene, manifest)
         began = time.monotonic()
         report = rehearsal.run(
@@ -141,8 +141,12 @@ class VirtualRehearsal:
             listener=self._note,
         )
 
-    def run(self, on_progress: Any = lambda seconds: None) -> Report:
+    def run(self, on_progress: Callable[[float], None] = lambda seconds: None) -> Report:
         """Play it to its end. :param on_progress: is told the virtual seconds"""
+        with _one_thread():
+            return self._run_alone(on_progress)
+
+    def _run_alone(self, on_progress: Callable[[float], None]) -> Report:
         world, seconds = self.swarm.world, self._scene.seconds
         for number in range(EVALUATIONS + 1):
             world.at(seconds * number / EVALUATIONS, self._evaluate)

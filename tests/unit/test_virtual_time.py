@@ -24,7 +24,7 @@ def manifest_of(**sections: dict[str, Any]) -> RunManifest:
     return RunManifest.model_validate(table)
 
 
-def rehearsed(peers: str, seconds: float = 20.0, manifest: RunManifest | None = None) -> VirtualRehearsal:
+def rehearsed(peers: str, seconds: float = 14.0, manifest: RunManifest | None = None) -> VirtualRehearsal:
     rehearsal = VirtualRehearsal(Scene(peers=parse_peers(peers, seconds), seconds=seconds), manifest or manifest_of())
     rehearsal.report = rehearsal.run()  # type: ignore[attr-defined]
     return rehearsal
@@ -35,14 +35,14 @@ def report_of(rehearsal: VirtualRehearsal) -> Any:
 
 
 def test_unequal_peers_learn_together_and_are_credited_with_what_they_did() -> None:
-    rehearsal = rehearsed("160,80,40", seconds=30.0)
+    rehearsal = rehearsed("80,40,20", seconds=24.0)
     report = report_of(rehearsal)
     (_, _, first), *_, (at, samples, last) = rehearsal.held_out
-    assert at == 30.0 and last < 0.5 * first
-    assert samples == pytest.approx(280 * 30, rel=0.1)
-    assert report.digests_agree and report.digests_compared > 20 and not report.digest_conflicts
+    assert at == 24.0 and last < 0.7 * first
+    assert samples == pytest.approx(140 * 24, rel=0.12)
+    assert report.digests_agree and report.digests_compared > 15 and not report.digest_conflicts
     assert all(peer.samples_add_up for peer in report.peers)
-    assert [peer.share for peer in report.peers] == pytest.approx([4 / 7, 2 / 7, 1 / 7], abs=0.02)
+    assert [peer.share for peer in report.peers] == pytest.approx([4 / 7, 2 / 7, 1 / 7], abs=0.03)
     assert report.efficiency > 0.97
 
 
@@ -56,7 +56,7 @@ def test_peers_end_on_the_same_bits_whatever_a_codec_leaves_out(codec: str) -> N
 
 def test_groups_of_two_end_on_the_same_bits() -> None:
     report = report_of(rehearsed("40*5", manifest=manifest_of(averaging={"target_group_size": 2})))
-    assert report.digests_agree and report.peers[0].rounds_committed > 10
+    assert report.digests_agree and report.peers[0].rounds_committed > 8
 
 
 def test_lives_on_slow_lines_lose_no_sample_that_was_not_killed() -> None:
