@@ -23,7 +23,7 @@ from p2p_trainer.simulated_bases import Bases
 from p2p_trainer.simulated_peer import SimulatedPeer, Work, peer_id_of
 from p2p_trainer.simulated_ticks import Average, Ticks
 from p2p_trainer.simulated_world import EventListener, SwarmModel, World
-from peers.cadence import Cadence, is_due
+from peers.cadence import Cadence
 from peers.closing import Reliability
 from peers.presence import RECORD_SECONDS
 from peers.rounds import REDUCER_DISTRUST_CYCLES, REDUCER_DISTRUST_DOUBLINGS
@@ -48,7 +48,7 @@ class SimulatedSwarm:
     ) -> None:
         self.world = World(model, seed, listener)
         self._bases = Bases(self.world, self._begin_if_synced)
-        self.ticks = Ticks(self.world, self._bases, self._expected, self._find_dead, average)
+        self.ticks = Ticks(self.world, self._bases, self._known, self._find_dead, average)
         self._record_until: dict[str, float] = {}
         """Of peers that ended or froze without a goodbye: until when the others count on them."""
         for index, emulated in enumerate(peers):
@@ -64,7 +64,7 @@ class SimulatedSwarm:
                         REDUCER_DISTRUST_CYCLES * model.schedule.cycle_seconds, REDUCER_DISTRUST_DOUBLINGS
                     ),
                     moments=deque(emulated.life.moments()),
-                    cadence=Cadence(model.schedule),
+                    cadence=Cadence(model.schedule, RECORD_SECONDS),
                 )
             )
 
@@ -145,23 +145,22 @@ class SimulatedSwarm:
         peer.busy.clear()
         peer.sending.clear()
         peer.heard_of.clear()
-        peer.cadence = Cadence(self.world.schedule)
+        peer.cadence = Cadence(self.world.schedule, RECORD_SECONDS)
         peer.fetching.clear()
         self._bases.forget(peer)
 
-    def _expected(self, tick: int) -> frozenset[str]:
-        """Those that train and whose cadence has them take part in a tick's round, as the others know of it.
+    def _known(self) -> dict[str, int]:
+        """The cadences of those that train, as everybody knows of them.
 
         Without the frozen whose records have run out; with the dead of whom nobody knows yet.
         """
-        now, schedule = self.world.now, self.world.schedule
-        return frozenset(
-            peer.id_text
+        now = self.world.now
+        return {
+            peer.id_text: peer.cadence.announced
             for peer in self.world.peers
             if (peer.announced or peer.id_text in self._record_until)
             and self._record_until.get(peer.id_text, math.inf) > now
-            and is_due(schedule, tick, peer.cadence.announced)
-        )
+        }
 
     def _find_dead(self) -> None:
         dead = {peer.id_text for peer in self.world.peers if not peer.present}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from p2p_trainer.simulated_peer import MadeBase, SimulatedPeer
 from p2p_trainer.simulated_round import Line, MemberFlow, Participant, RoundFlow, play_round
 from p2p_trainer.simulated_world import World
 from peers.attempts import ATTEMPTS, next_attempt, search_times
-from peers.cadence import line_use
+from peers.cadence import is_due, line_use
 from peers.closing import RateMeter, announced_seconds, closing_times
 from peers.lineage import Claim, has_quorum
 from peers.messages import MAX_GROUP_SIZE, AveragedPart, extend_history
@@ -60,8 +60,7 @@ class _Tick:
 class Ticks:
     """Holds the rounds.
 
-    :param expected: the training peers that everybody knows of and that take part in a tick's round: what a quorum is
-        counted against
+    :param known: the training peers that everybody knows of, with their cadences: what a quorum is counted against
     :param find_dead: somebody failed: whose machine refuses connections is known to have ended from now on
     """
 
@@ -69,12 +68,12 @@ class Ticks:
         self,
         world: World,
         bases: Bases,
-        expected: Callable[[int], frozenset[str]],
+        known: Callable[[], dict[str, int]],
         find_dead: Callable[[], None],
         average: Average | None,
     ) -> None:
         self._world, self._bases = world, bases
-        self._expected, self._find_dead = expected, find_dead
+        self._known, self._find_dead = known, find_dead
         self._average = average
         self.group_sizes: list[int] = []
         """Of the rounds that made a base."""
@@ -115,8 +114,10 @@ class Ticks:
             "bytes_sent": 0,
             "bytes_received": 0,
             "cadence": peer.cadence.announced,
+            "late_share": 0.0,
+            "due": peer.cadence.is_due(tick.number),
         }
-        if not peer.cadence.is_due(tick.number):
+        if not report["due"]:
             self._report(peer, holding.claim, report, "its line is too slow for every round")
             return None
         if tick.fragment in peer.busy:
@@ -196,10 +197,10 @@ class Ticks:
         # Who offers to begin first leads.
         leader = min(range(len(members)), key=lambda index: times[index].scheduled)
         ids = {one.peer.id_text for one in members}
-        if len(members) == 1 and self._expected(tick.number) != ids:
+        if len(ids) == 1 and self._others_due(tick, ids):
             self._find_dead()
-        expected = self._expected(tick.number) | ids
-        if expected != ids and not has_quorum(ids, expected):
+        alone = len(ids) == 1 and not self._others_due(tick, ids)
+        if not alone and not has_quorum(ids, self._known()):
             self._find_dead()
             self._lost(
                 tick, attempt, members, self._world.now, "no group of enough of the training peers came together"
@@ -219,6 +220,11 @@ class Ticks:
         by_id = {one.member.peer_id: one for one in members}
         ordered = [by_id[member.peer_id] for member in plan.members]
         self._hold(tick, attempt, plan, ordered, [knows[one.peer.id_text] for one in ordered])
+
+    def _others_due(self, tick: _Tick, ids: Collection[str]) -> bool:
+        """Whether anybody else takes part in this round, by the cadences that peers announce."""
+        schedule = self._world.schedule
+        return any(is_due(schedule, tick.number, every) for peer, every in self._known().items() if peer not in ids)
 
     def _gathered(self, led: Sequence[_Brought], scheduled: float, deadline: float) -> dict[str, float]:
         """When each member knows the group, infinite for one that gave up before; the leader comes first in ``led``."""
@@ -354,10 +360,11 @@ class Ticks:
         holding.backed_until = self._world.now + RECORD_SECONDS
         peer.busy.discard(tick.fragment)
         one.report.update(outcome="committed", seconds=self._world.now - began)
-        inside = all(index in part.included for part in made.parts)
+        late = sum(part.stop - part.start for part in made.parts if index not in part.included)
+        one.report["late_share"] = late / plan.size
         if len(plan.members) > 1:
-            self._took_part(peer, tick, late=not inside)
-        self._report(peer, holding.claim, one.report, "" if inside else "closed without us; carried on")
+            self._took_part(peer, tick, late=late > 0)
+        self._report(peer, holding.claim, one.report, "closed without us; carried on" if late else "")
         if holding.claim.version > self._versions[tick.fragment]:
             self._versions[tick.fragment] = holding.claim.version
             self.group_sizes.append(len(plan.members))
