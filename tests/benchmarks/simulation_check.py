@@ -5,8 +5,10 @@
 For each number of peers it rehearses for real on loopback, for ``--seconds`` of training, and plays the same scene with
 ``--simulate``'s engine. The run is the digits with ``--tick-seconds`` from round to round. Compared are the part of its
 rounds that a peer committed, bases made a second, and bytes a peer sent for each round it committed; ratios are
-simulated over real. What it does not compare: lines (both are without), swarms bigger than this machine carries, and
-the DHT's load. Where other programs take the cores the real rounds suffer, and the ratios say so.
+simulated over real. With ``--lines`` every peer has a wide line, and instead of rounds' bytes all that it sends in an
+hour is compared, by the interface's counters: the DHT's load is most of it. What it does not compare: narrow lines,
+lives, swarms bigger than this machine carries. Where other programs take the cores the real rounds suffer, and the
+ratios say so.
 """
 
 from __future__ import annotations
@@ -26,15 +28,20 @@ from dht_config.manifest import RunManifest, example_manifest
 from p2p_trainer.rehearse import RehearseOptions, find_manifest, rehearse
 from p2p_trainer.report import Report
 from p2p_trainer.scene import Scene
-from p2p_trainer.simulate import fragment_sizes, played
+from p2p_trainer.simulate import fragment_sizes, play, played
 from p2p_trainer.simulated_dht import RecordSizes
 
 SPEEDS = (40, 20, 10, 4)
 """Samples per second, over and over: what two cores carry of the digits twelve times."""
 
 
-def scene_text(peers: int) -> str:
-    return ",".join(str(SPEEDS[number % len(SPEEDS)]) for number in range(peers))
+LINE = "200M/2ms"
+"""Of every peer with ``--lines``: wide, so that it only counts."""
+
+
+def scene_text(peers: int, lines: bool) -> str:
+    line = f":{LINE}" if lines else ""
+    return ",".join(f"{SPEEDS[number % len(SPEEDS)]}{line}" for number in range(peers))
 
 
 def manifest_text(tick_seconds: float) -> str:
@@ -55,10 +62,13 @@ def of_report(report: Report) -> dict[str, float]:
     bases = {key for peer in report.peers for key in peer.digests if not key.endswith(":0")}
     sent = sum(peer.bytes_sent_per_hour * peer.window_seconds / 3600 for peer in report.peers)
     seconds = statistics.fmean(peer.window_seconds for peer in report.peers)
+    traffic = {"bytes_per_round": sent / max(1, sum(peer.rounds_committed for peer in report.peers))}
+    if all(peer.bytes_counted == "line" for peer in report.peers):
+        traffic = {"line_bytes_per_hour": statistics.fmean(peer.bytes_sent_per_hour for peer in report.peers)}
     return {
         "participation": statistics.fmean(peer.participation for peer in report.peers),
         "rounds_per_second": len(bases) / seconds,
-        "bytes_per_round": sent / max(1, sum(peer.rounds_committed for peer in report.peers)),
+        **traffic,
         "credited": report.credited_efficiency,
     }
 
@@ -66,26 +76,28 @@ def of_report(report: Report) -> dict[str, float]:
 def of_simulation(scene: Scene, manifest: RunManifest) -> dict[str, float]:
     """The same of the simulation."""
     fragments = fragment_sizes(manifest)
-    swarm = played(scene, manifest, fragments, RecordSizes.measured(len(fragments), max(fragments)))
+    records = RecordSizes.measured(len(fragments), max(fragments))
+    swarm, size = played(scene, manifest, fragments, records), play(scene, manifest, fragments, records)
     tallies = [peer.tally for peer in swarm.peers]
     alone = sum(peer.emulated.samples_per_second for peer in swarm.peers) * scene.seconds
     return {
         "participation": statistics.fmean(tally.participation for tally in tallies),
         "rounds_per_second": len(swarm.ticks.group_sizes) / scene.seconds,
         "bytes_per_round": sum(tally.bytes_sent for tally in tallies) / sum(tally.committed for tally in tallies),
+        "line_bytes_per_hour": size.round_bytes_per_hour + 3600 * size.dht_bytes_per_second,
         "credited": sum(peer.credited_samples for peer in swarm.peers) / alone,
     }
 
 
-def check(peers: int, run: str, seconds: float, console: Console) -> dict[str, Any]:
-    options = RehearseOptions(peers=scene_text(peers), seconds=seconds, run=run, seed=0)
+def check(peers: int, run: str, seconds: float, lines: bool, console: Console) -> dict[str, Any]:
+    options = RehearseOptions(peers=scene_text(peers, lines), seconds=seconds, run=run, seed=0)
     _, manifest = find_manifest(run)
     simulated = of_simulation(options.scene(), manifest)
     real = of_report(rehearse(options, console=console))
     return {
         "peers": peers,
         "real": real,
-        "simulated": simulated,
+        "simulated": {key: simulated[key] for key in real},
         "simulated_over_real": {key: round(simulated[key] / real[key], 4) if real[key] else None for key in real},
     }
 
@@ -95,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", default="4,8", help="numbers of peers")
     parser.add_argument("--tick-seconds", type=float, default=4.0)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--lines", action="store_true", help="count everything that crosses the peers' interfaces")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="written after every number of peers")
     options = parser.parse_args(arguments)
     console, rows = Console(width=120), []
@@ -102,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = Path(directory) / "run.toml"
         run.write_text(manifest_text(options.tick_seconds))
         for peers in (int(text) for text in options.peers.split(",")):
-            rows.append(check(peers, str(run), options.seconds, console))
+            rows.append(check(peers, str(run), options.seconds, options.lines, console))
             console.print_json(json.dumps(rows[-1]))
             table = {"tick_seconds": options.tick_seconds, "seconds": options.seconds, "checks": rows}
             options.json.write_text(json.dumps(table, indent=1) + "\n")
