@@ -410,7 +410,9 @@ def _network(scene: Scene, console: Console) -> Iterator[Network | None]:
         yield None
         return
     network = Network(
-        {BOOTSTRAP: LinkSpec(), **{peer.name: peer.link or LinkSpec() for peer in scene.peers}}, seed=scene.seed
+        {BOOTSTRAP: LinkSpec(), **{peer.name: peer.link or LinkSpec() for peer in scene.peers}},
+        behind_nat=[peer.name for peer in scene.peers if peer.behind_nat],
+        seed=scene.seed,
     )
     reason = available().reason
     if not reason:

@@ -38,7 +38,8 @@ def answering(network: Network, peer: str) -> Iterator[dict[str, Any]]:
 
 
 def measured(network: Network, peer: str, what: str, other: str, *numbers: float) -> dict[str, Any]:
-    command = network.command(peer, [*PROBE, what, network.address(other), *map(str, numbers)])
+    host = network.address(other) if other in network else other
+    command = network.command(peer, [*PROBE, what, host, *map(str, numbers)])
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     result: dict[str, Any] = json.loads(ended.stdout)
     return result
@@ -146,3 +147,17 @@ def namespaces_in_use() -> set[str]:
             if (target := os.readlink(path)).startswith("net:"):
                 found.add(target)
     return found
+
+
+def test_behind_nat_a_peer_dials_everybody_and_nobody_dials_it() -> None:
+    links = {"a": UNHURRIED, "b": UNHURRIED, "open": UNHURRIED}
+    with Network(links, behind_nat=["a", "b"]) as network, answering(network, "open"), answering(network, "a"):
+        assert network.address("a") == network.address("b") == "192.168.1.2"
+        assert len({network.public_address(peer) for peer in links}) == 3
+        for peer in ("a", "b"):
+            assert len(measured(network, peer, "ping", "open", 20, 0.01)["milliseconds"]) == 20
+            assert megabits_per_second(network, peer, "open", 0.5) > 40
+        for peer in ("open", "b"):
+            assert measured(network, peer, "dial", network.public_address("a"))["outcome"] == "TimeoutError"
+            result = measured(network, peer, "ping", network.public_address("a"), 5, 0.01)
+            assert result["milliseconds"] == []
