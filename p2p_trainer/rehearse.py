@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from dht_config.errors import RehearsalError, UsageError
 from dht_config.manifest import EXAMPLES, RunManifest, example_manifest, load_manifest, parse_manifest
 from p2p_trainer.emulation import lines, memories
 from p2p_trainer.leftovers import Traces
-from p2p_trainer.links import Network
+from p2p_trainer.links import LinksUnavailable, Network
 from p2p_trainer.machines import memory_text
 from p2p_trainer.memory_limits import MemoryLimits
 from p2p_trainer.metrics import read_metrics
@@ -60,6 +60,12 @@ INVITE_SECONDS = 120.0
 """For a bootstrap to import torch on a busy machine, build the model and listen."""
 START_SECONDS = 180.0
 START_SECONDS_PER_PEER = 15.0
+START_STEPS = 4
+"""Inner steps of the slowest peer: one that is measured, one that is trained, and as much again."""
+START_ROUND_TRIPS = 70
+"""Measured: 3 s and a loss of 20 % took 216 s to get in."""
+DONOR_BITS_PER_SECOND = 300e6
+"""What one peer serves on a busy machine: the emulated lines of all carry 600 Mbit/s in half a core."""
 END_SECONDS = 10.0
 """What a peer has to leave in; after that it is killed and the report says so."""
 BOOTSTRAP = "bootstrap"
@@ -247,10 +253,7 @@ class _Rehearsal:
         first = [part for part in self.parts if part.peer.life.begins_with_training]
         for part in first:
             self._join(part, 0.0)
-        slowest = min((part.peer.samples_per_second for part in first), default=1.0)
-        # The slowest peer measures itself by a few inner steps, and then trains one.
-        step_seconds = manifest.inner_optimizer.batch_size / slowest
-        limit_seconds = START_SECONDS + START_SECONDS_PER_PEER * len(first) + 8 * step_seconds
+        limit_seconds = start_limit_seconds([part.peer for part in first], manifest, self._model_bytes())
         deadline = time.monotonic() + limit_seconds
         waiting = [part.place for part in first]
         while waiting:
@@ -262,6 +265,11 @@ class _Rehearsal:
                 problem="Every peer ran out of memory before it could train.",
                 remedy="Give them more with mem=SIZE, or make the model or the batch smaller.",
             )
+
+    def _model_bytes(self) -> int:
+        """What a newcomer fetches: the bootstrap has written it down before it wrote the invite."""
+        checkpoint = self.bootstrap.directory / "checkpoint.safetensors"
+        return checkpoint.stat().st_size if checkpoint.exists() else 0
 
     def _join(self, part: _Part, at_seconds: float) -> None:
         part.played.joins.append(at_seconds)
@@ -470,6 +478,24 @@ def _find_manifest(run: str) -> tuple[str, RunManifest]:
     if run in EXAMPLES:
         return run, parse_manifest(example_manifest(run), source=run)
     return str(Path(run).absolute()), load_manifest(run)
+
+
+def start_limit_seconds(peers: Sequence[EmulatedPeer], manifest: RunManifest, model_bytes: int) -> float:
+    """How long these peers may take from their start to training, all at once.
+
+    :param model_bytes: what each of them fetches, all from one donor
+    """
+    links = [peer.link for peer in peers if peer.link is not None]
+    slowest = min((peer.samples_per_second for peer in peers), default=1.0)
+    shared = DONOR_BITS_PER_SECOND / max(1, len(peers))
+    rate = min([shared, *(link.down_bits_per_second * (1 - link.loss) for link in links)])
+    return (
+        START_SECONDS
+        + START_SECONDS_PER_PEER * len(peers)
+        + START_STEPS * manifest.inner_optimizer.batch_size / slowest
+        + START_ROUND_TRIPS * max((link.round_trip_ms / 1e3 for link in links), default=0.0)
+        + 2 * 8 * model_bytes / rate
+    )
 
 
 def _trains(place: RehearsedProcess) -> bool:

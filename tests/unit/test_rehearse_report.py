@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from dht_config.errors import DirectoryError, ManifestError, P2PTrainerError, RehearsalError, UsageError
+from dht_config.manifest import example_manifest, parse_manifest
 from p2p_trainer import emulation, memory_limits
 from p2p_trainer import rehearse as rehearse_module
 from p2p_trainer.forecast import _ordinal, forecast, memory_in_words
@@ -19,10 +20,11 @@ from p2p_trainer.links import Availability
 from p2p_trainer.memory_limits import MemoryLimits, MemoryLimitsUnavailable, MemoryUse, hierarchies
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.rehearsal_view import print_report
-from p2p_trainer.rehearse import RehearseOptions, rehearse
+from p2p_trainer.rehearse import START_SECONDS, RehearseOptions, rehearse, start_limit_seconds
 from p2p_trainer.rehearsed_peer import LineCount, PeerRecord, PlayedLife, TimeUse
 from p2p_trainer.rehearsed_processes import ProgramCommands
 from p2p_trainer.report import RehearsedRun, Report, build_report, problems, verdict
+from p2p_trainer.scene import parse_peers
 
 RUN = RehearsedRun(seconds=20.0, fragments=2, tick_seconds=1.5)  # a cycle of 3 s
 
@@ -769,6 +771,23 @@ def test_a_peer_that_does_not_begin_in_time_is_named(tmp_path: Path, monkeypatch
     console, _ = quiet_console(tmp_path)
     with pytest.raises(RehearsalError, match="no invite"):
         rehearse(options(tmp_path), console=console, commands=Pretenders(tmp_path))
+
+
+def test_the_time_to_start_in_grows_with_model_lines_and_slowness() -> None:
+    manifest = parse_manifest(example_manifest("stdlib-text"), source="a test")
+
+    def limit(peers: str, model_bytes: float = 0) -> float:
+        return start_limit_seconds(parse_peers(peers), manifest, int(model_bytes))
+
+    usual = limit("80,40,20,8")
+    assert START_SECONDS < usual < 300
+    # 1 GB over 10 Mbit/s takes 800 s; the fast line of another does not help.
+    assert limit("80:1G,40:10M", 1e9) > usual + 800 > limit("80:1G,40:1G", 1e9)
+    assert limit("40:2M,40:10M", 1e9) > usual + 4000
+    assert limit("40*8", 1e10) > limit("40*2", 1e10) + 1000, "they share the donor"
+    assert limit("40:10M/50%", 1e9) > limit("40:10M", 1e9) + 800
+    assert limit("laptop-cpu") > limit("80") + 2 * 8 / 0.3
+    assert limit("80:3s/20%") > 216
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
