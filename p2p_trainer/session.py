@@ -38,7 +38,7 @@ from p2p_trainer.target import Target, check_model, layout_of, manifest_target, 
 from p2p_trainer.tasks import Task
 from p2p_trainer.throughput import Throughput, inner_step, measure_throughput
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
-from p2p_trainer.view import LiveView, PeerView, address_line, farewell, farewell_of_a_door
+from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, farewell, farewell_of_a_door
 from peers.arena import SharedArena
 from peers.contributed import last_contributed
 from peers.daemon import check_port_free
@@ -226,7 +226,9 @@ class Session:
     def _announce_invite(self, signed: SignedManifest, connected: Connected) -> None:
         good, _ = parse_addresses(connected.addresses)
         addresses = dialable(good)
-        if addresses:
+        if not addresses:
+            self.view.status(NOT_DIALLED)
+        else:
             self.view.status(address_line([address.text for address in addresses], reach(addresses[0])))
             self.listener.invite(
                 Invite(

@@ -228,6 +228,39 @@ async def refuses(address: Address, timeout_seconds: float = REFUSAL_SECONDS) ->
     return False
 
 
+async def hosts_of(p2p: P2P, peer_id: PeerID) -> list[str]:
+    """IP addresses at which our daemon is connected with a peer's; none for a connection through a relay.
+
+    :raises ControlFailure, P2PDaemonError, OSError: the daemon does not answer
+    """
+    found = {
+        host: None
+        for info in await p2p.list_peers()
+        if info.peer_id == peer_id
+        for address in info.addrs
+        if (host := ip_address(str(address))) is not None
+    }
+    return list(found)
+
+
+def ip_address(multiaddr: str) -> str | None:
+    """The IP address in a connection's address; None if it goes through a relay or is of another kind."""
+    parts = multiaddr.split("/")
+    if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
+        return None
+    return parts[2]
+
+
+async def accepts(host: str, port: int, timeout_seconds: float = DIAL_SECONDS) -> bool:
+    """Whether somebody takes a TCP connection there."""
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout_seconds)
+    except (OSError, asyncio.TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
 async def answers_elsewhere(peer_id: str, addresses: Sequence[Address], socket_directory: Path) -> bool:
     """Whether another daemon answers under ``peer_id`` at one of the addresses: a copied identity.
 

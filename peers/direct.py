@@ -38,6 +38,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from hivemind.p2p import P2P, PeerID
 
+from peers.daemon import hosts_of
 from peers.messages import Ask, AskHeader, DirectOffer, DirectOfferHeader
 from peers.transport import TRANSPORT_ERRORS, DaemonTransport, Handler, Received, Sent, converse
 
@@ -192,7 +193,7 @@ class DirectTransport:
         """Ask the peer how to come in, and see whether that works."""
         try:
             offer = await self._ask(peer)
-            hosts = await self._hosts(peer)
+            hosts = await hosts_of(self._p2p, peer)
         except TRANSPORT_ERRORS as error:
             logger.debug("%s does not say how to reach it directly: %r", peer, error)
             return
@@ -218,17 +219,6 @@ class DirectTransport:
             async for answer in answers:
                 return answer.header
         return None
-
-    async def _hosts(self, peer: PeerID) -> list[str]:
-        """IP addresses at which our daemon is connected with the peer's."""
-        found = {
-            host: None
-            for info in await self._p2p.list_peers()
-            if info.peer_id == peer
-            for address in info.addrs
-            if (host := _ip_address(str(address))) is not None
-        }
-        return list(found)
 
     # Being called
 
@@ -364,11 +354,3 @@ def _certified_context() -> tuple[ssl.SSLContext, bytes]:
         file.flush()
         context.load_cert_chain(file.name)
     return context, certificate.fingerprint(hashes.SHA256())
-
-
-def _ip_address(multiaddr: str) -> str | None:
-    """The IP address in a connection's address; None if it goes through a relay or is of another kind."""
-    parts = multiaddr.split("/")
-    if len(parts) < 3 or parts[1] not in ("ip4", "ip6") or "p2p-circuit" in parts:
-        return None
-    return parts[2]

@@ -10,6 +10,7 @@ rpc                    request                                               ans
 =====================  ====================================================  ==============================
 rpc_time               Ask                                                   Clock
 rpc_look               Ask ("my records have changed")                       Clock
+rpc_dial               DialRequest ("can you dial me there?")                DialAnswer
 rpc_join_group         hivemind's JoinRequest (gather = RoundAnnouncement)   hivemind's MessageFromLeader
 average                stream of Part, in part order                         stream of Average, in part order
 base                   stream of BaseRequest, one for each piece             stream of BaseAnswer, in that order
@@ -59,6 +60,18 @@ class ClockHeader(Header):
     """The peer's swarm time, seconds since the epoch."""
 
     seconds: float = Field(ge=0, le=1e11)
+
+
+class DialRequestHeader(Header):
+    """Asks whether the asker's machine accepts connections on a port."""
+
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+
+class DialAnswerHeader(Header):
+    """Whether it did, when it was dialled where its call came from."""
+
+    reached: bool
 
 
 class PartHeader(Header):
@@ -231,6 +244,16 @@ class Ask(WireMessage):
 class Clock(WireMessage):
     header_type = ClockHeader
     header: ClockHeader | None
+
+
+class DialRequest(WireMessage):
+    header_type = DialRequestHeader
+    header: DialRequestHeader | None
+
+
+class DialAnswer(WireMessage):
+    header_type = DialAnswerHeader
+    header: DialAnswerHeader | None
 
 
 class Part(WireMessage):

@@ -14,8 +14,9 @@ from hivemind.proto import averaging_pb2
 
 from dht_config.keys import rpc_namespace
 from peers.clock import SwarmClock
+from peers.daemon import accepts, hosts_of
 from peers.grouping import FragmentMatchmaking
-from peers.messages import Ask, Clock, ClockHeader
+from peers.messages import Ask, Clock, ClockHeader, DialAnswer, DialAnswerHeader, DialRequest
 
 
 class RoundDesk(Protocol):
@@ -31,10 +32,11 @@ class PresenceDesk(Protocol):
 
 
 class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
-    """What other peers can call. ``rounds`` and ``presence`` are set once there are any."""
+    """What other peers can call. ``p2p``, ``rounds`` and ``presence`` are set once there are any."""
 
     def __init__(self, clock: SwarmClock) -> None:
         self._clock = clock
+        self.p2p: P2P | None = None
         self.rounds: RoundDesk | None = None
         self.presence: PresenceDesk | None = None
 
@@ -51,6 +53,14 @@ class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no ty
         if self.presence is not None:
             self.presence.look()
         return Clock(ClockHeader(seconds=self._clock.now()))
+
+    async def rpc_dial(self, request: DialRequest, context: P2PContext) -> DialAnswer:
+        """Only where the call comes from: nobody has us dial others. :raises ValueError: it is no question"""
+        if self.p2p is None or request.header is None:
+            raise ValueError("not a port")
+        hosts = await hosts_of(self.p2p, context.remote_id)
+        reached = [host for host in hosts if await accepts(host, request.header.port)]
+        return DialAnswer(DialAnswerHeader(reached=bool(reached)))
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext

@@ -31,7 +31,7 @@ from dht_config.address import parse_address
 from dht_config.identity import load_or_create_identity
 from dht_config.network import NetworkSettings
 from peers import direct as direct_module
-from peers.daemon import dial_all, start_daemon
+from peers.daemon import dial_all, ip_address, start_daemon
 from peers.direct import (
     AVOID_SECONDS,
     TICKET_SECONDS,
@@ -42,7 +42,6 @@ from peers.direct import (
     Tickets,
     _dial,
     _enter,
-    _ip_address,
     _Way,
     listen_next_to,
 )
@@ -635,7 +634,7 @@ def test_a_way_is_looked_for_again_when_it_is_old() -> None:
     ],
 )
 def test_only_addresses_of_direct_connections_are_dialled(multiaddr: str, host: str | None) -> None:
-    assert _ip_address(multiaddr) == host
+    assert ip_address(multiaddr) == host
 
 
 def test_the_given_port_is_used_if_it_is_free_and_any_other_if_not() -> None:
