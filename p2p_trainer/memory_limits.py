@@ -54,6 +54,15 @@ class Hierarchy:
                 if parent == self.mounted_at:
                     return
 
+    @property
+    def usage_name(self) -> str:
+        return "memory.usage_in_bytes" if self.version == 1 else "memory.current"
+
+    def reclaimable(self, group: Path) -> int:
+        """Bytes of files that were read and that nobody has used for a while."""
+        counts = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
+        return int(counts.get("total_inactive_file" if self.version == 1 else "inactive_file", 0))
+
     def limit(self, group: Path) -> int | None:
         """A group's own limit in bytes."""
         text = _read(group / ("memory.limit_in_bytes" if self.version == 1 else "memory.max"))
@@ -101,6 +110,21 @@ def memory_of_this_computer(proc: Path = _PROC) -> int:
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = least_limit_bytes(proc)
     return physical if limit is None else min(physical, limit)
+
+
+def memory_left_bytes(proc: Path = _PROC) -> int | None:
+    """Bytes that processes here may still take: of what there is, and of every limit around us; None if not known.
+
+    What holds files that were read counts as free, as it does for the kernel.
+    """
+    lines = _read(proc / "meminfo").splitlines()
+    left = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    for hierarchy in hierarchies(proc):
+        for group in hierarchy.upwards():
+            if (limit := hierarchy.limit(group)) is not None:
+                used = int(_read(group / hierarchy.usage_name) or 0)
+                left.append(max(0, limit - used + hierarchy.reclaimable(group)))
+    return min(left, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from p2p_trainer.memory_limits import (
     MemoryLimitsUnavailable,
     hierarchies,
     least_limit_bytes,
+    memory_left_bytes,
     memory_of_this_computer,
 )
 
@@ -64,6 +65,28 @@ def test_in_version_2_the_least_limit_around_us_counts(tmp_path: Path) -> None:
     assert [*hierarchies(here)[0].upwards()] == [own, top / "user", top]
     assert least_limit_bytes(here) == 900 * MEGABYTE
     assert memory_of_this_computer(here) == min(900 * MEGABYTE, memory_of_this_computer(tmp_path))
+
+
+def test_what_is_left_is_left_in_every_group_around_us(tmp_path: Path) -> None:
+    top = group(tmp_path / "top", cgroup__controllers="memory")
+    group(
+        top / "user",
+        memory__max=str(900 * MEGABYTE),
+        memory__current=str(700 * MEGABYTE),
+        memory__stat=f"anon 1\ninactive_file {100 * MEGABYTE}\nactive_file 5",
+        cgroup__controllers="memory",
+    )
+    group(top / "user" / "me", memory__max="max", memory__current="5", cgroup__controllers="memory")
+    here = proc(tmp_path / "proc", "0::/user/me\n", v2_mount(top))
+    assert memory_left_bytes(here) == 300 * MEGABYTE
+    (here / "meminfo").write_text("MemTotal: 4000 kB\nMemAvailable: 1000 kB\n")
+    assert memory_left_bytes(here) == 1000 * 1024
+    assert memory_left_bytes(tmp_path) is None
+
+    job = group(tmp_path / "v1", memory__limit_in_bytes=str(9 * MEGABYTE), memory__usage_in_bytes=str(5 * MEGABYTE))
+    group(job, memory__stat=f"inactive_file 1\ntotal_inactive_file {MEGABYTE}")
+    here = proc(tmp_path / "other", "4:memory:/\n", f"/ {job} rw,relatime - cgroup cgroup rw,memory")
+    assert memory_left_bytes(here) == 5 * MEGABYTE
 
 
 def test_in_version_1_no_limit_is_a_number_near_the_largest(tmp_path: Path) -> None:
@@ -163,6 +186,37 @@ def test_a_process_sees_the_memory_that_it_was_given() -> None:
     program = "from p2p_trainer.memory_limits import memory_of_this_computer; print(memory_of_this_computer())"
     with MemoryLimits({"small": 64 * MEGABYTE}) as limits:
         assert int(run_in(limits, "small", program).stdout) == 64 * MEGABYTE
+
+
+GREEDY = """
+import torch
+from torch import nn
+from dht_config.manifest import InnerOptimizerSection
+from p2p_trainer.throughput import measure_throughput
+
+class Greedy:
+    "Takes 10 MB a sample."
+    def batches(self, seed, batch_size):
+        while True:
+            yield (torch.ones(batch_size, 1),)
+
+    def loss(self, model, batch):
+        held = torch.ones(len(batch[0]), 10 << 18)
+        return model(batch[0]).mean() * held[0, 0]
+
+section = InnerOptimizerSection(batch_size=256)
+print(measure_throughput(Greedy(), nn.Linear(1, 1), section, torch.device("cpu"), 0).micro_batch)
+"""
+
+
+@needs_memory_limits
+def test_a_peer_takes_no_micro_batch_that_its_memory_does_not_hold() -> None:
+    """256 samples would take 2.5 GB: the kernel would kill it while it measures."""
+    with MemoryLimits({"a": 1000 * MEGABYTE}) as limits:
+        ended = run_in(limits, "a", GREEDY)
+        assert (ended.returncode, limits.use("a").kills) == (0, 0)
+        assert 1 <= int(ended.stdout) <= 64
+        assert limits.use("a").peak_bytes < 1000 * MEGABYTE
 
 
 @needs_memory_limits
