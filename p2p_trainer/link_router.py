@@ -48,7 +48,7 @@ SUBNET = "198.18"
 CONGESTION_CONTROL = "reno"
 """Every kernel lets a namespace have it; what TCP makes of losses must not depend on this machine's choice."""
 
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000
 _PR_SET_PDEATHSIG = 1
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCSIFMTU, _SIOCADDRT = 0x8914, 0x8916, 0x891C, 0x8922, 0x890B
@@ -240,14 +240,22 @@ def _internet_address(text: str) -> bytes:
 
 
 def make_namespaces(peers: int, behind_nat: Collection[int]) -> list[tuple[int, int]]:
-    """One for each number from 1, and back in the namespace that this process came from. :raises OSError:"""
-    home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    made = [make_namespace(number, number in behind_nat) for number in range(1, peers + 1)]
+    """One for each number from 1. This process stays in the last one: it needs no network. :raises OSError:"""
+    return [make_namespace(number, number in behind_nat) for number in range(1, peers + 1)]
+
+
+def enter_user_namespace() -> None:
+    """Where this user may not make network namespaces: become one who may, in a user namespace of its own.
+
+    :raises OSError: that is not permitted either
+    """
+    user, group = os.geteuid(), os.getegid()
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(home, _CLONE_NEWNET) != 0:
+    if libc.unshare(_CLONE_NEWUSER) != 0:
         raise OSError(code := ctypes.get_errno(), os.strerror(code))
-    os.close(home)
-    return made
+    # Everybody keeps his number, so that files belong to whom they did.
+    for name, content in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        Path("/proc/self", name).write_text(content)
 
 
 def main() -> None:
@@ -259,12 +267,19 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     with suppress(OSError):
         os.nice(NICENESS)
+    user_namespace = False
     try:
-        made = make_namespaces(peers, behind_nat)
+        try:
+            made = make_namespaces(peers, behind_nat)
+        except PermissionError:
+            enter_user_namespace()
+            user_namespace = True
+            made = make_namespaces(peers, behind_nat)
     except OSError as error:
         print(json.dumps({"error": f"{error.filename or 'making a network namespace'}: {error.strerror}"}), flush=True)
         return
-    print(json.dumps({"namespaces": [namespace for namespace, _ in made]}), flush=True)
+    found = {"namespaces": [namespace for namespace, _ in made], "user_namespace": user_namespace}
+    print(json.dumps(found), flush=True)
     Router([device for _, device in made], seed, behind_nat).run(sys.stdin.fileno())
 
 

@@ -3,8 +3,8 @@
 Every peer gets a network namespace of its own, and ``link_router`` carries the packets between them. A peer behind NAT
 has a private address, the same as every other such peer; it can dial, and nobody can dial it. Nothing has a
 name on the machine, so two networks never meet, and nothing is left when the processes in them have ended, also when
-they or we were killed. IPv4 only; Linux only; needs the right to make namespaces (root, or CAP_NET_ADMIN and
-CAP_SYS_ADMIN) and ``nsenter`` (util-linux).
+they or we were killed. IPv4 only; Linux only; needs the right to make namespaces (root, CAP_NET_ADMIN and
+CAP_SYS_ADMIN, or unprivileged user namespaces) and ``nsenter`` (util-linux).
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ class Network:
         self._seed = seed
         self._router: subprocess.Popen[str] | None = None
         self._namespaces: list[int] = []
+        self._user_namespace = False
 
     def __enter__(self) -> Network:
         """:raises LinksUnavailable: this user or this machine cannot make what is needed"""
@@ -166,7 +167,7 @@ class Network:
             answer = self._answer()
             if "error" in answer:
                 raise LinksUnavailable(answer["error"])
-            self._namespaces = answer["namespaces"]
+            self._namespaces, self._user_namespace = answer["namespaces"], answer["user_namespace"]
             for peer, spec in self._links.items():
                 self.set_link(peer, spec)
         except BaseException:
@@ -198,7 +199,8 @@ class Network:
         if self._router is None:
             raise ValueError("the network does not stand")
         namespace = Path("/proc", str(self._router.pid), "fd", str(self._namespaces[self._numbers[peer] - 1]))
-        return ["nsenter", f"--net={namespace}", "--", *command]
+        user = [f"--user=/proc/{self._router.pid}/ns/user", "--preserve-credentials"] if self._user_namespace else []
+        return ["nsenter", *user, f"--net={namespace}", "--", *command]
 
     def traffic(self, peer: str) -> tuple[int, int]:
         """Bytes that the peer has sent and received over its line so far, by the counters of its interfaces.
