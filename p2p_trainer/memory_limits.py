@@ -150,6 +150,8 @@ class MemoryLimits:
         self._version = 0
         self._groups: dict[str, Path] = {}
         self._seen = {peer: MemoryUse(limit_bytes=limit, peak_bytes=0, kills=0) for peer, limit in limits.items()}
+        self._let: list[Path] = []
+        """Groups of v2 in which limits were not allowed before."""
         self._watch: subprocess.Popen[bytes] | None = None
         self.directory: Path | None = None
         """The group around all of theirs, for as long as it is there."""
@@ -177,10 +179,12 @@ class MemoryLimits:
 
     def close(self) -> None:
         """Remove the groups. One with a living process in it stays, and so does ``directory``; call again then."""
-        for peer in self._groups:
-            self.use(peer)
+        self.sample()
         if self.directory is not None and remove(self.directory, REMOVE_SECONDS):
             self.directory = None
+        while self._let and self.directory is None:
+            with suppress(OSError):  # somebody else has made groups with limits in it meanwhile
+                (self._let.pop() / "cgroup.subtree_control").write_text("-memory")
         if self._watch is not None and self.directory is None:
             with self._watch:  # closes its input, which ends it
                 self._watch = None
@@ -191,6 +195,11 @@ class MemoryLimits:
     def enter(self, peer: str) -> None:
         """Move this process there, and with it all that it will start. For one that has just been forked."""
         (self._groups[peer] / "cgroup.procs").write_text("0")
+
+    def sample(self) -> None:
+        """Look at all of them now: before Linux 5.19, v2 does not remember the most that was used."""
+        for peer in self._groups:
+            self.use(peer)
 
     def use(self, peer: str) -> MemoryUse:
         """What a peer has used so far: all its processes together, also those that have ended."""
@@ -213,8 +222,8 @@ class MemoryLimits:
         """:raises OSError: :raises subprocess.SubprocessError: it cannot be done below this group"""
         self._version = version
         directory = parent / f"p2p-trainer-rehearsal-{os.getpid()}-{time.monotonic_ns():x}"
-        if version == 2:
-            _let_limit(parent)
+        if version == 2 and _let_limit(parent):
+            self._let.append(parent)
         directory.mkdir()
         self.directory = directory
         if version == 2:
@@ -272,10 +281,15 @@ def _limit(version: int, group: Path, limit_bytes: int) -> None:
             (group / "memory.swap.max").write_text("0")
 
 
-def _let_limit(group: Path) -> None:
-    """Let the groups in a v2 group have limits. :raises OSError: not this user's, or it has processes of its own"""
-    if "memory" not in _read(group / "cgroup.subtree_control").split():
-        (group / "cgroup.subtree_control").write_text("+memory")
+def _let_limit(group: Path) -> bool:
+    """Let the groups in a v2 group have limits; False if they already could.
+
+    :raises OSError: it is not this user's, or has processes of its own
+    """
+    if "memory" in _read(group / "cgroup.subtree_control").split():
+        return False
+    (group / "cgroup.subtree_control").write_text("+memory")
+    return True
 
 
 def _read(path: Path) -> str:

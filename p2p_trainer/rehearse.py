@@ -374,6 +374,8 @@ class _Rehearsal:
 
     def _watch_once(self) -> None:
         self.traces.record(self.directory)
+        if self.memory is not None:
+            self.memory.sample()
         for place in self._places():
             if not place.expected_to_live or place.is_alive or place.process is None or self._out_of_memory(place):
                 continue

@@ -153,6 +153,7 @@ def test_version_2_is_asked_for_what_it_knows(tmp_path: Path, monkeypatch: pytes
             file.unlink()
     assert limits.directory is None
     assert limits.use("a").peak_bytes == 900
+    assert (top / "cgroup.subtree_control").read_text() == "-memory"
 
 
 # --- real groups
