@@ -38,7 +38,7 @@ class PlayedLife:
 
     def seconds_there(self, until: float) -> float:
         """From its starts to its ends, and to this moment if it was there then."""
-        ends = sorted([*self.leaves, *self.kills, until])
+        ends = sorted([*self.leaves, *self.kills, *self.out_of_memory, until])
         return sum(next((end for end in ends if end >= start), start) - start for start in self.joins)
 
 
