@@ -49,7 +49,8 @@ REDUCER_DISTRUST_CYCLES, REDUCER_DISTRUST_DOUBLINGS = 4.0, 6
 LEADER_DISTRUST_DOUBLINGS = 2
 """A leader that nobody follows takes part in no round: it may just have been slow."""
 DEFERENCE_SECONDS = 0.25
-"""Who found nobody offers to begin the next group so much later, and so follows whoever leads."""
+"""Who found nobody offers to begin the next group so much later, and so follows whoever leads; who can only follow,
+later than those."""
 LIMITING = 0.5
 """A rate below this part of the others' rates together is our own line's."""
 KEPT_SNAPSHOTS = 2
@@ -104,6 +105,7 @@ class RoundKeeper:
                 is_quorum=presence.is_quorum,
                 possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
                 silent_leaders=silent_leaders,
+                can_be_dialled=run.can_be_dialled,
             )
             self._matchmaking[matchmaking.group_key_manager.current_key] = matchmaking
 
@@ -324,10 +326,11 @@ class RoundKeeper:
             attempt=attempt,
             megabits_per_second=self._link_rate.megabits_per_second,
             distrusted=self._reducers.distrusted(self._run.clock.now())[:MAX_DISTRUSTED],
+            can_be_dialled=self._run.can_be_dialled,
         )
         lead = self._run.manifest.averaging.matchmaking_seconds
         search = GroupSearch(
-            scheduled_time=begins + (DEFERENCE_SECONDS if self._found_nobody else 0.0),
+            scheduled_time=begins + self._deference_seconds(),
             deadline=begins + min(lead, self._run.schedule.cycle_seconds / 4),
             data_for_gather=sign_announcement(self._run.settings.identity, announcement, self._run.settings.run_id),
             now=self._run.clock.now,
@@ -346,6 +349,11 @@ class RoundKeeper:
                 return b"alone", (me,)
             raise _Lost(f"no group of enough of the {len(expected) + 1} training peers came together")
         return found
+
+    def _deference_seconds(self) -> float:
+        if not self._run.can_be_dialled:
+            return 2 * DEFERENCE_SECONDS
+        return DEFERENCE_SECONDS if self._found_nobody else 0.0
 
     async def _all_reduce(
         self, plan: RoundPlan, state: FragmentState, contribution: torch.Tensor, report: dict[str, Any]
