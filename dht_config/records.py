@@ -172,6 +172,8 @@ class RoundAnnouncement(_Record):
     """Measured in rounds, each way; None before it was measured."""
     distrusted: Annotated[tuple[PeerIdBytes, ...], Field(strict=False, max_length=MAX_DISTRUSTED)] = ()
     """Reducers that failed this peer lately."""
+    can_be_dialled: bool = True
+    """Whether others can open connections to it; who cannot be dialled averages nothing for others."""
 
     @model_validator(mode="after")
     def _spans_are_consistent(self) -> RoundAnnouncement:

@@ -285,9 +285,10 @@ def rehearse(
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Machines, each SPEED[:LINK][LIFE][*N]: samples per second, a name (4090, 3060-12G, laptop-cpu) or a "
-            "share (0.5x4090); a link such as 50M/40ms or 10M/2M/60ms/1% (down, up, round trip, loss); @30-90 is there "
-            "from 30 to 90 s, !60 is killed at 60 s, ~20-25 is frozen; *2 makes two. By default 80,40,20,8.",
+            help="Machines, each SPEED[:LINK][:nat][:mem=SIZE][LIFE][*N]: samples per second, a name (4090, 3060-12G, "
+            "laptop-cpu) or a share (0.5x4090); a link such as 50M/40ms or 10M/2M/60ms/1% (down, up, round trip, "
+            "loss); nat: nobody can dial it; mem=2G: its memory; @30-90 is there from 30 to 90 s, !60 is killed at "
+            "60 s, ~20-25 is frozen; *2 makes two. By default 80,40,20,8.",
             show_default=False,
         ),
     ] = None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from p2p_trainer.links import UNLIMITED, LinkSpec
+from p2p_trainer.machines import memory_text
 from p2p_trainer.report import PeerReport
 
 WORTH_TELLING = 0.05
@@ -17,6 +18,7 @@ WORTH_TELLING = 0.05
 def forecast(peer: PeerReport) -> str:
     """One sentence about a peer, or two if there is something to know about where its time went."""
     where = f" on {line_in_words(peer.link)}" if peer.link else ""
+    where += " behind NAT" if peer.behind_nat else ""
     life = life_in_words(peer)
     who = f"{peer.name}{where}{f' ({life})' if life else ''}"
     if not peer.rounds_committed:
@@ -35,8 +37,18 @@ def life_in_words(peer: PeerReport) -> str:
         *((at, "left") for at in peer.leaves),
         *((at, "killed") for at in peer.kills),
         *((at, "frozen") for at in peer.freezes),
+        *((at, "out of memory") for at in peer.out_of_memory),
     ]
-    return ", ".join(f"{what} after {at:.0f} s" for at, what in sorted(happened))
+    return ", ".join(f"{what} after {at:.0f} s" if at else f"{what} at its start" for at, what in sorted(happened))
+
+
+def memory_in_words(peer: PeerReport) -> str:
+    """What a peer took of its memory; empty if that was not counted."""
+    if peer.memory_peak_bytes is None:
+        return ""
+    limit = f" of {memory_text(peer.memory_limit_bytes)}" if peer.memory_limit_bytes is not None else ""
+    killed = f", {peer.memory_kills} of its processes killed for want of it" if peer.memory_kills else ""
+    return f"{peer.name} {memory_text(peer.memory_peak_bytes)}{limit}{killed}"
 
 
 def line_in_words(link: str) -> str:

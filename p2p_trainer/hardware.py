@@ -86,6 +86,17 @@ def read_device(device: torch.device, limits: Limits) -> DeviceFacts:
     )
 
 
+def resident_bytes() -> tuple[int, int] | None:
+    """What this process holds of the machine's memory, and the most it ever held; None where that is not known."""
+    try:
+        lines = dict(line.split(":", 1) for line in (_PROC / "self/status").read_text().splitlines())
+        held, most = (1024 * int(lines[key].split()[0]) for key in ("VmRSS", "VmHWM"))
+    except (OSError, KeyError, ValueError) as error:
+        _log.debug("/proc/self/status does not tell what this process holds: %r", error)
+        return None
+    return held, most
+
+
 def agreed_memory(
     torch_total: int | None, torch_free: int | None, card: CardFacts | None
 ) -> tuple[int | None, int | None]:

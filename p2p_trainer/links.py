@@ -1,9 +1,10 @@
 """Emulated links: processes on one computer that meet over lines with a rate, a latency and losses.
 
-Every peer gets a network namespace of its own, and ``link_router`` carries the packets between them. Nothing has a
+Every peer gets a network namespace of its own, and ``link_router`` carries the packets between them. A peer behind NAT
+has a private address, the same as every other such peer; it can dial, and nobody can dial it. Nothing has a
 name on the machine, so two networks never meet, and nothing is left when the processes in them have ended, also when
-they or we were killed. IPv4 only; Linux only; needs the right to make namespaces (root, or CAP_NET_ADMIN and
-CAP_SYS_ADMIN) and ``nsenter`` (util-linux).
+they or we were killed. IPv4 only; Linux only; needs the right to make namespaces (root, CAP_NET_ADMIN and
+CAP_SYS_ADMIN, or unprivileged user namespaces) and ``nsenter`` (util-linux).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 
 from dht_config.errors import RehearsalError
 from p2p_trainer import link_router
+from p2p_trainer.home_router import PRIVATE_ADDRESS
 
 ANSWER_SECONDS = 30.0
 END_SECONDS = 2.0
@@ -136,23 +138,27 @@ class Network:
     """Peers with a line each, from entering this context to leaving it. Not for several threads at once.
 
     :param links: a link for each peer's name; lines are full of what all its conversations send
+    :param behind_nat: those of the peers that nobody can dial
     :param seed: decides which packets are lost, and the jitter; not when packets are sent, so no run is like another
     """
 
-    def __init__(self, links: Mapping[str, LinkSpec], *, seed: int = 0) -> None:
+    def __init__(self, links: Mapping[str, LinkSpec], *, behind_nat: Collection[str] = (), seed: int = 0) -> None:
         if len(links) > MAX_PEERS:
             raise RehearsalError(problem=f"{len(links)} emulated links are too many.", remedy=f"At most {MAX_PEERS}.")
         self._links = dict(links)
         self._numbers = {peer: number for number, peer in enumerate(links, start=1)}
+        self._behind_nat = frozenset(behind_nat)
         self._seed = seed
         self._router: subprocess.Popen[str] | None = None
         self._namespaces: list[int] = []
+        self._user_namespace = False
 
     def __enter__(self) -> Network:
         """:raises LinksUnavailable: this user or this machine cannot make what is needed"""
+        numbers = [os.getpid(), len(self._links), self._seed, *(self._numbers[peer] for peer in self._behind_nat)]
         self._router = subprocess.Popen(
             # Isolated, without site-packages: it needs the standard library alone.
-            [sys.executable, "-IS", link_router.__file__, str(os.getpid()), str(len(self._links)), str(self._seed)],
+            [sys.executable, "-IS", link_router.__file__, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -161,7 +167,7 @@ class Network:
             answer = self._answer()
             if "error" in answer:
                 raise LinksUnavailable(answer["error"])
-            self._namespaces = answer["namespaces"]
+            self._namespaces, self._user_namespace = answer["namespaces"], answer["user_namespace"]
             for peer, spec in self._links.items():
                 self.set_link(peer, spec)
         except BaseException:
@@ -178,7 +184,11 @@ class Network:
         return peer in self._numbers
 
     def address(self, peer: str) -> str:
-        """The peer's IPv4 address, for its ``--host``."""
+        """The peer's own IPv4 address, for its ``--host``."""
+        return PRIVATE_ADDRESS if peer in self._behind_nat else self.public_address(peer)
+
+    def public_address(self, peer: str) -> str:
+        """The IPv4 address that others see; of a peer behind NAT its router's."""
         return link_router.address(self._numbers[peer])
 
     def command(self, peer: str, command: Sequence[str]) -> list[str]:
@@ -189,7 +199,8 @@ class Network:
         if self._router is None:
             raise ValueError("the network does not stand")
         namespace = Path("/proc", str(self._router.pid), "fd", str(self._namespaces[self._numbers[peer] - 1]))
-        return ["nsenter", f"--net={namespace}", "--", *command]
+        user = [f"--user=/proc/{self._router.pid}/ns/user", "--preserve-credentials"] if self._user_namespace else []
+        return ["nsenter", *user, f"--net={namespace}", "--", *command]
 
     def traffic(self, peer: str) -> tuple[int, int]:
         """Bytes that the peer has sent and received over its line so far, by the counters of its interfaces.

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from p2p_trainer.forecast import forecast
+from p2p_trainer.forecast import forecast, memory_in_words
 from p2p_trainer.report import Report, verdict
 
 STATUS_SECONDS = 10.0
@@ -96,6 +96,9 @@ def _summary(report: Report) -> list[str]:
         (first_at, first), (last_at, last) = report.held_out_loss[0], report.held_out_loss[-1]
         lines.append(f"Held-out loss {first:.3f} after {first_at:.0f} s, {last:.3f} after {last_at:.0f} s.")
     lines.extend(forecast(peer) for peer in report.peers)
+    memories = [memory for peer in report.peers if (memory := memory_in_words(peer))]
+    if memories:
+        lines.append(f"Memory taken at most: {'; '.join(memories)}.")
     lines.append(f"Left behind: {', '.join(report.leftovers) or 'nothing'}.")
     return [*lines, verdict(report)]
 

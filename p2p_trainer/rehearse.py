@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +23,11 @@ from rich.console import Console
 
 from dht_config.errors import RehearsalError, UsageError
 from dht_config.manifest import EXAMPLES, RunManifest, example_manifest, load_manifest, parse_manifest
+from p2p_trainer.emulation import lines, memories
 from p2p_trainer.leftovers import Traces
-from p2p_trainer.links import LinkSpec, LinksUnavailable, Network, available
+from p2p_trainer.links import LinksUnavailable, Network
+from p2p_trainer.machines import memory_text
+from p2p_trainer.memory_limits import MemoryLimits
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.rehearsal_files import check_report_path, make_directory, write_report
 from p2p_trainer.rehearsal_page import rehearsal_page
@@ -57,6 +60,12 @@ INVITE_SECONDS = 120.0
 """For a bootstrap to import torch on a busy machine, build the model and listen."""
 START_SECONDS = 180.0
 START_SECONDS_PER_PEER = 15.0
+START_STEPS = 4
+"""Inner steps of the slowest peer: one that is measured, one that is trained, and as much again."""
+START_ROUND_TRIPS = 70
+"""Measured: 3 s and a loss of 20 % took 216 s to get in."""
+DONOR_BITS_PER_SECOND = 300e6
+"""What one peer serves on a busy machine: the emulated lines of all carry 600 Mbit/s in half a core."""
 END_SECONDS = 10.0
 """What a peer has to leave in; after that it is killed and the report says so."""
 BOOTSTRAP = "bootstrap"
@@ -130,11 +139,17 @@ def rehearse(options: RehearseOptions, *, console: Console | None = None, comman
     directory = make_directory(options.directory)
     keep = True
     try:
-        with show_status(console) as status, _terminated_like_interrupted(), _network(scene, console) as network:
+        with (
+            show_status(console) as status,
+            _terminated_like_interrupted(),
+            lines(scene, console, BOOTSTRAP) as network,
+            memories(scene, console) as memory,
+        ):
             rehearsal = _Rehearsal(
                 directory=directory,
                 scene=scene,
                 network=network,
+                memory=memory,
                 commands=commands or ProgramCommands(),
                 console=console,
                 status=status,
@@ -175,6 +190,7 @@ class _Rehearsal:
     directory: Path
     scene: Scene
     network: Network | None
+    memory: MemoryLimits | None
     commands: Commands
     console: Console
     status: Status
@@ -237,16 +253,23 @@ class _Rehearsal:
         first = [part for part in self.parts if part.peer.life.begins_with_training]
         for part in first:
             self._join(part, 0.0)
-        slowest = min((part.peer.samples_per_second for part in first), default=1.0)
-        # The slowest peer measures itself by a few inner steps, and then trains one.
-        step_seconds = manifest.inner_optimizer.batch_size / slowest
-        limit_seconds = START_SECONDS + START_SECONDS_PER_PEER * len(first) + 8 * step_seconds
+        limit_seconds = start_limit_seconds([part.peer for part in first], manifest, self._model_bytes())
         deadline = time.monotonic() + limit_seconds
         waiting = [part.place for part in first]
         while waiting:
             self.status.show("Waiting for peers to train", ", ".join(place.name for place in waiting))
             self._watch(deadline, waiting[0], f"Peer {waiting[0].name} has not begun within {limit_seconds:.0f} s.")
-            waiting = [place for place in waiting if not _trains(place)]
+            waiting = [place for place in waiting if place.expected_to_live and not _trains(place)]
+        if first and not any(part.place.expected_to_live for part in first):
+            raise RehearsalError(
+                problem="Every peer ran out of memory before it could train.",
+                remedy="Give them more with mem=SIZE, or make the model or the batch smaller.",
+            )
+
+    def _model_bytes(self) -> int:
+        """What a newcomer fetches: the bootstrap has written it down before it wrote the invite."""
+        checkpoint = self.bootstrap.directory / "checkpoint.safetensors"
+        return checkpoint.stat().st_size if checkpoint.exists() else 0
 
     def _join(self, part: _Part, at_seconds: float) -> None:
         part.played.joins.append(at_seconds)
@@ -263,9 +286,11 @@ class _Rehearsal:
         return LOOPBACK if self.network is None else self.network.address(name)
 
     def _start(self, place: RehearsedProcess, command: list[str]) -> None:
+        memory, name = self.memory, place.name
         place.start(
-            command if self.network is None else self.network.command(place.name, command),
+            command if self.network is None else self.network.command(name, command),
             self.environment,
+            prepare=(lambda: memory.enter(name)) if memory is not None and name in memory else None,
         )
 
     # --------------------------------------------------------------- training
@@ -275,12 +300,12 @@ class _Rehearsal:
         self.began = time.time()
         began = time.monotonic()
         while (left := began + self.scene.seconds - time.monotonic()) > 0:
+            self._watch_once()
             for part in self.parts:
                 self._play(part, time.monotonic() - began)
             there = sum(part.place.expected_to_live for part in self.parts)
             who = f"{there} peer{' is' if there == 1 else 's are'} training"
             self.status.show(who, f"{left:.0f} s left")
-            self._watch_once()
             time.sleep(min(POLL_SECONDS, left))
         self._watch_once()
         after = self._traffic()
@@ -349,8 +374,10 @@ class _Rehearsal:
 
     def _watch_once(self) -> None:
         self.traces.record(self.directory)
+        if self.memory is not None:
+            self.memory.sample()
         for place in self._places():
-            if not place.expected_to_live or place.is_alive or place.process is None:
+            if not place.expected_to_live or place.is_alive or place.process is None or self._out_of_memory(place):
                 continue
             code = place.process.returncode
             self._show_log(place)
@@ -359,6 +386,27 @@ class _Rehearsal:
             raise RehearsalError(
                 problem=f"{who} ended before the rehearsal did ({how}).", remedy=f"Its log is {place.log}."
             )
+
+    def _out_of_memory(self, place: RehearsedProcess) -> bool:
+        """Whether a peer ended because its memory did not suffice: that is a result, and the others go on."""
+        part = next((part for part in self.parts if part.place is place), None)
+        if part is None or self.memory is None or place.name not in self.memory:
+            return False
+        use = self.memory.use(place.name)
+        if use.limit_bytes is None or not use.kills:
+            return False
+        part.played.out_of_memory.append(time.time() - self.began if self.began else 0.0)
+        part.moments.clear()
+        place.expected_to_live = False
+        # What the kernel left of it at that moment does not say goodbye in its stead.
+        self.traces.expect(place.directory)
+        self.status.clear()
+        say(
+            self.console,
+            f"Peer {place.name} ran out of memory ({memory_text(use.limit_bytes)}), and the others go on. Give it more "
+            "with mem=SIZE, or make the model or the batch smaller.",
+        )
+        return True
 
     # -------------------------------------------------------------------- end
 
@@ -371,7 +419,11 @@ class _Rehearsal:
             leave_together([part.place for part in self.parts], END_SECONDS)
             leave_together([self.bootstrap], END_SECONDS)
             self._kill()
+            if self.memory is not None:
+                self.memory.close()
             self.leftovers = self.traces.leftovers()
+            if self.memory is not None and self.memory.directory is not None:
+                self.leftovers.append(f"control groups in {self.memory.directory}")
         finally:
             self._kill()
             self.traces.clean()
@@ -385,15 +437,18 @@ class _Rehearsal:
 
     def _record(self, part: _Part) -> PeerRecord:
         code, killed = part.place.ending
+        name, memory = part.peer.name, self.memory
         link = part.peer.link if self.network is not None else None
         return PeerRecord(
-            name=part.peer.name,
+            name=name,
             events=read_metrics(part.place.metrics),
             exit_code=code,
-            killed=killed,
+            killed=killed or bool(part.played.out_of_memory),
             link=str(link) if link is not None else "",
+            behind_nat=part.peer.behind_nat and self.network is not None,
+            memory=memory.use(name) if memory is not None and name in memory else None,
             life=part.played,
-            line_count=self.line_counts.get(part.peer.name),
+            line_count=self.line_counts.get(name),
         )
 
     def _show_log(self, place: RehearsedProcess) -> None:
@@ -401,31 +456,6 @@ class _Rehearsal:
         say(self.console, f"The last lines of {place.log}:")
         for line in place.log_tail():
             say(self.console, f"  {line}")
-
-
-@contextmanager
-def _network(scene: Scene, console: Console) -> Iterator[Network | None]:
-    """The scene's lines, and one without limits for the bootstrap; None for loopback."""
-    if not scene.has_links:
-        yield None
-        return
-    network = Network(
-        {BOOTSTRAP: LinkSpec(), **{peer.name: peer.link or LinkSpec() for peer in scene.peers}}, seed=scene.seed
-    )
-    reason = available().reason
-    if not reason:
-        try:
-            network.__enter__()
-        except LinksUnavailable as error:
-            reason = str(error)
-    if reason:
-        say(console, f"Lines between peers cannot be emulated here ({reason}): they all meet over loopback.")
-        yield None
-        return
-    try:
-        yield network
-    finally:
-        network.__exit__(None, None, None)
 
 
 @contextmanager
@@ -450,6 +480,24 @@ def find_manifest(run: str) -> tuple[str, RunManifest]:
     if run in EXAMPLES:
         return run, parse_manifest(example_manifest(run), source=run)
     return str(Path(run).absolute()), load_manifest(run)
+
+
+def start_limit_seconds(peers: Sequence[EmulatedPeer], manifest: RunManifest, model_bytes: int) -> float:
+    """How long these peers may take from their start to training, all at once.
+
+    :param model_bytes: what each of them fetches, all from one donor
+    """
+    links = [peer.link for peer in peers if peer.link is not None]
+    slowest = min((peer.samples_per_second for peer in peers), default=1.0)
+    shared = DONOR_BITS_PER_SECOND / max(1, len(peers))
+    rate = min([shared, *(link.down_bits_per_second * (1 - link.loss) for link in links)])
+    return (
+        START_SECONDS
+        + START_SECONDS_PER_PEER * len(peers)
+        + START_STEPS * manifest.inner_optimizer.batch_size / slowest
+        + START_ROUND_TRIPS * max((link.round_trip_ms / 1e3 for link in links), default=0.0)
+        + 2 * 8 * model_bytes / rate
+    )
 
 
 def _trains(place: RehearsedProcess) -> bool:

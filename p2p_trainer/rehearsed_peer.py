@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dht_config.errors import RehearsalError
+from p2p_trainer.memory_limits import MemoryUse
 
 Event = Mapping[str, Any]
 
@@ -26,16 +27,18 @@ class PlayedLife:
     leaves: list[float] = field(default_factory=list)
     kills: list[float] = field(default_factory=list)
     freezes: list[float] = field(default_factory=list)
+    out_of_memory: list[float] = field(default_factory=list)
+    """When it ended because its memory did not suffice, 0 if before training began; it does not come back."""
     frozen_at: list[tuple[float, float]] = field(default_factory=list)
     """From, to, in unix seconds."""
 
     @property
     def was_away(self) -> bool:
-        return bool(self.leaves or self.kills or any(self.joins))
+        return bool(self.leaves or self.kills or self.out_of_memory or any(self.joins))
 
     def seconds_there(self, until: float) -> float:
         """From its starts to its ends, and to this moment if it was there then."""
-        ends = sorted([*self.leaves, *self.kills, until])
+        ends = sorted([*self.leaves, *self.kills, *self.out_of_memory, until])
         return sum(next((end for end in ends if end >= start), start) - start for start in self.joins)
 
 
@@ -58,9 +61,12 @@ class PeerRecord:
     exit_code: int | None = None
     """Negative for a signal; None if it is not known."""
     killed: bool = False
-    """The rehearsal meant to kill the process that ended with this code."""
+    """The rehearsal meant to kill the process that ended with this code, or gave it too little memory."""
     link: str = ""
     """As ``LinkSpec`` writes it; empty if it had no line of its own."""
+    behind_nat: bool = False
+    memory: MemoryUse | None = None
+    """None if it was not counted."""
     life: PlayedLife = field(default_factory=PlayedLife)
     line_count: LineCount | None = None
     """None where it had no line of its own."""

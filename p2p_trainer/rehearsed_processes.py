@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,8 +91,21 @@ class RehearsedProcess:
         bad = [(code, killed) for code, killed in ended if not killed and code not in ORDERLY_EXIT_CODES]
         return next(iter([*bad, *ended[-1:]]), (None, False))
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start a process here; an earlier one must have ended. :raises RehearsalError:"""
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None] | None = None
+    ) -> None:
+        """Start a process here; an earlier one must have ended.
+
+        :param prepare: called in the new process before the command takes its place
+        :raises RehearsalError:
+        """
+
+        def before_the_command() -> None:
+            if sys.platform == "linux":
+                _die_with_the_rehearsal()
+            if prepare is not None:
+                prepare()
+
         if self.process is not None:
             self._ended.append((self.process.wait(), self._killed))
         with self.log.open("ab") as output:
@@ -105,11 +118,12 @@ class RehearsedProcess:
                     stderr=subprocess.STDOUT,
                     env=environment,
                     start_new_session=True,
-                    preexec_fn=_die_with_the_rehearsal if sys.platform == "linux" else None,
+                    preexec_fn=before_the_command,
                 )
-            except OSError as error:
+            except (OSError, subprocess.SubprocessError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
                 raise RehearsalError(
-                    problem=f"{command[0]} cannot be started: {error.strerror or error}.",
+                    problem=f"{command[0]} cannot be started: {why}.",
                     remedy="Check the Python installation.",
                 ) from error
         self.expected_to_live, self._killed, self.leave_by = True, False, float("inf")

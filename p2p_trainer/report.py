@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from p2p_trainer.machines import memory_text
 from p2p_trainer.rehearsed_peer import Account, Event, PeerRecord, TimeUse, counted_samples, number, of_kind, time_use
 from p2p_trainer.timeline import Timeline, TimelineClock, build_timeline, cadence
 
@@ -72,7 +73,8 @@ class PeerReport:
     window_seconds: float
     exit_code: int | None
     killed: bool
-    """It ended because the rehearsal meant to kill it: by its last account, since it said no goodbye."""
+    """It ended because the rehearsal meant to kill it, or for want of memory: by its last account, since it said no
+    goodbye."""
     lost_samples: float
     """Processed before a kill and, after it, in no base and in nobody's account."""
     link: str
@@ -87,6 +89,16 @@ class PeerReport:
     bytes_counted: Literal["line", "rounds"]
     """What the two above are: everything that crossed its line, by its network interface, per hour that it was there;
     without lines what its rounds took, per hour of its window: what newcomers fetch and the DHT are not in it."""
+    behind_nat: bool
+    """It could dial others, and nobody could dial it."""
+    memory_limit_bytes: int | None
+    """Of all its processes together; None: it had no limit of its own."""
+    memory_peak_bytes: int | None
+    """The most that they took at once; None: it was not counted."""
+    memory_kills: int
+    """How many of them the kernel killed because the limit was reached."""
+    out_of_memory: list[float]
+    """When it ended for that reason, in seconds after training began; 0: before."""
 
     @property
     def participation(self) -> float:
@@ -188,7 +200,15 @@ def problems(report: Report) -> list[str]:
         if not peer.samples_add_up
     )
     found.extend(
-        f"peer {peer.name} took part in no round" for peer in report.peers if peer.seconds_to_first_credit is None
+        f"peer {peer.name} ran out of memory ({memory_text(peer.memory_limit_bytes or 0)} do not suffice: give it more "
+        "with mem=SIZE, or make the model or the batch smaller)"
+        for peer in report.peers
+        if peer.out_of_memory
+    )
+    found.extend(
+        f"peer {peer.name} took part in no round"
+        for peer in report.peers
+        if peer.seconds_to_first_credit is None and not peer.out_of_memory
     )
     found.extend(
         f"peer {peer.name} {_ending(peer.exit_code)}"
@@ -232,7 +252,7 @@ def _peer_report(account: Account, credited_by_all: float, every_nth: int | None
     events = account.peer.events
     outcomes = [event.get("outcome") for event in of_kind(events, "round")]
     losses = [loss for event in of_kind(events, "train") if (loss := number(event, "loss")) is not None]
-    life = account.peer.life
+    life, memory = account.peer.life, account.peer.memory
     sent, received, counted = _bytes_per_hour(account)
     trained = sum(stay.processed - stay.processed_before for stay in account.stays)
     return PeerReport(
@@ -266,6 +286,11 @@ def _peer_report(account: Account, credited_by_all: float, every_nth: int | None
         bytes_sent_per_hour=sent,
         bytes_received_per_hour=received,
         bytes_counted=counted,
+        behind_nat=account.peer.behind_nat,
+        memory_limit_bytes=memory.limit_bytes if memory is not None else None,
+        memory_peak_bytes=memory.peak_bytes if memory is not None else None,
+        memory_kills=memory.kills if memory is not None else 0,
+        out_of_memory=life.out_of_memory,
     )
 
 

@@ -3,9 +3,11 @@
 A scene is written in one line (``--peers``) or in a TOML file (``--scene``); ``README.md`` shows both. The line is a
 list of peers between commas, and each of them is
 
-    SPEED[:LINK][LIFE...][*N]
+    SPEED[:LINK][:nat][:mem=SIZE][LIFE...][*N]
 
 SPEED is samples a second, a machine's name or a share of one (``0.5x4090``). LINK is what ``LinkSpec.parse`` reads.
+``nat`` puts the peer behind a home router: it can dial others, and nobody can dial it. ``mem=2G`` (M or G bytes, in
+powers of 1024) is all the memory that its processes may take; a machine with a name has its own memory without it.
 LIFE, in seconds after training began and in order of time: ``@30-90`` is there from 30 to 90 s and leaves (``@30-``
 stays, ``@-90`` is there from the beginning), ``!60`` is killed at 60 s, ``~20-25`` is frozen from 20 to 25 s; a peer
 that left or was killed may come back with another ``@``. ``*N`` makes N such peers.
@@ -24,7 +26,7 @@ from dht_config.errors import RehearsalError, UsageError
 from dht_config.manifest import EXAMPLES
 from p2p_trainer.link_router import MTU_BYTES
 from p2p_trainer.links import LinkSpec
-from p2p_trainer.machines import MACHINES, read_speed
+from p2p_trainer.machines import MACHINES, memory_of, read_memory, read_speed
 
 MAX_PEERS = 64
 DEFAULT_PEERS = "80,40,20,8"
@@ -41,7 +43,8 @@ EXCERPT_COLUMNS = 72
 
 Action = Literal["start", "leave", "kill", "freeze", "thaw"]
 
-_PIECE = re.compile(r"(?P<speed>[^:@!~*]*)(?P<link>:[^@!~*]*)?(?P<life>[^*]*)(?P<count>\*.*)?", re.DOTALL)
+_PIECE = re.compile(r"(?P<speed>[^:@!~*]*)(?P<options>:[^@!~*]*)?(?P<life>[^*]*)(?P<count>\*.*)?", re.DOTALL)
+_OPTION = re.compile(r":([^:]*)")
 _LIFE = re.compile(r"[@!~][^@!~]*")
 _SECONDS = re.compile(r"\d{1,7}(?:\.\d{1,3})?", re.ASCII)
 _COUNT = re.compile(r"0*[1-9]\d{0,2}", re.ASCII)
@@ -152,6 +155,10 @@ class EmulatedPeer:
     samples_per_second: float
     link: LinkSpec | None = None
     """None: no line of its own."""
+    behind_nat: bool = False
+    """It can dial others; nobody can dial it."""
+    memory_bytes: int | None = None
+    """All that its processes may take; None: as much as there is."""
     life: Life = Life()
 
 
@@ -171,7 +178,7 @@ class Scene:
 
     @property
     def has_links(self) -> bool:
-        return any(peer.link is not None for peer in self.peers)
+        return any(peer.link is not None or peer.behind_nat for peer in self.peers)
 
     def with_churn(self) -> Scene:
         """The same scene with the lives that its churn and its seed give the peers; it has no churn then."""
@@ -262,15 +269,37 @@ class _Piece:
             label, samples_per_second = read_speed(match["speed"])
         except ValueError as error:
             raise self._wrong(str(error), *match.span("speed")) from None
-        link = None
-        if match["link"] is not None:
+        peer = EmulatedPeer(name=label, samples_per_second=samples_per_second, memory_bytes=memory_of(match["speed"]))
+        peer = self._with_options(peer, match.start("options"), match["options"] or "")
+        return replace(peer, life=self._life(match.start("life"), match["life"], seconds)), count
+
+    def _with_options(self, peer: EmulatedPeer, start: int, text: str) -> EmulatedPeer:
+        """The peer with what stands between its speed and its life: its line, NAT, memory, each once."""
+        given: set[str] = set()
+        for match in _OPTION.finditer(text):
+            first, end = start + match.start(1), start + match.end(1)
+            written = match[1].strip()
+            what = "nat" if written.lower() == "nat" else "mem=SIZE" if written.startswith("mem") else "line"
+            if what in given:
+                raise self._wrong(
+                    f"there is a {what} already; each of LINK, nat and mem=SIZE stands there once", first, end
+                )
+            given.add(what)
             try:
-                link = read_link(match["link"][1:])
+                if what == "nat":
+                    peer = replace(peer, behind_nat=True)
+                elif what == "mem=SIZE":
+                    name, _, size = written.partition("=")
+                    if name.strip() != "mem":
+                        raise ValueError("write mem=SIZE, such as mem=2G")
+                    peer = replace(peer, memory_bytes=read_memory(size))
+                else:
+                    peer = replace(peer, link=read_link(match[1]))
             except LinkPieceError as error:
-                first = match.start("link") + 1
                 raise self._wrong(str(error), first + error.start, first + error.end) from None
-        life = self._life(match.start("life"), match["life"], seconds)
-        return EmulatedPeer(name=label, samples_per_second=samples_per_second, link=link, life=life), count
+            except ValueError as error:
+                raise self._wrong(str(error), first, end) from None
+        return peer
 
     def _life(self, start: int, text: str, seconds: float) -> Life:
         stays: list[Stay] = []
@@ -307,7 +336,7 @@ class _Piece:
     def _wrong(self, complaint: str, start: int, end: int) -> SceneError:
         return SceneError(
             f"--peers: {self.piece.strip()!r} is wrong: {complaint}.",
-            f"Write SPEED[:LINK][@FROM-TO][!KILLED_AT][*N]; speeds are samples a second or machines "
+            f"Write SPEED[:LINK][:nat][:mem=SIZE][@FROM-TO][!KILLED_AT][*N]; speeds are samples a second or machines "
             f"({', '.join(MACHINES)}), such as 80,40,20,8 or 4090:500M/20ms,3060:10M/60ms@30-*2.",
             underlined(self.text, self.start + start, self.start + end),
         )

@@ -12,6 +12,9 @@
 
     [[peers]]
     speed = 8
+    link = "2M/80ms"
+    nat = true              # nobody can dial it
+    memory = "2GB"          # all that it may take; a machine with a name has its own without this
     joins_at = 30           # seconds after training began, as all below
     killed_at = 60          # or leaves_at
     returns_at = 90
@@ -28,10 +31,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
 
 from dht_config.manifest import EXAMPLES
-from p2p_trainer.machines import read_speed
+from p2p_trainer.machines import memory_of, read_memory, read_speed
 from p2p_trainer.scene import (
     DEFAULT_SECONDS,
     MAX_PEERS,
@@ -67,6 +70,8 @@ class PeerTable(BaseModel):
     speed: Any
     """As ``read_speed`` reads its text."""
     link: StrictStr | None = None
+    nat: StrictBool = False
+    memory: StrictStr | None = None
     count: StrictInt = Field(default=1, ge=1, le=MAX_PEERS)
     joins_at: Moment = 0
     leaves_at: Moment | None = None
@@ -160,8 +165,21 @@ class _SceneText:
                 link = read_link(table.link)
             except LinkPieceError as error:
                 self._refuse(str(error), ("peers", index, "link"), table.link[error.start : error.end])
+        memory_bytes = memory_of(str(table.speed))
+        if table.memory is not None:
+            try:
+                memory_bytes = read_memory(table.memory)
+            except ValueError as error:
+                self._refuse(str(error), ("peers", index, "memory"), table.memory)
         life = self._life(index, table, seconds)
-        return EmulatedPeer(name=names.next(label), samples_per_second=samples_per_second, link=link, life=life)
+        return EmulatedPeer(
+            name=names.next(label),
+            samples_per_second=samples_per_second,
+            link=link,
+            behind_nat=table.nat,
+            memory_bytes=memory_bytes,
+            life=life,
+        )
 
     def _life(self, index: int, table: PeerTable, seconds: float) -> Life:
         def refuse(complaint: str, key: str) -> NoReturn:

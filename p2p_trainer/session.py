@@ -46,7 +46,7 @@ from p2p_trainer.target import Target, check_model, checked_manifest, layout_of,
 from p2p_trainer.tasks import Task
 from p2p_trainer.throughput import Throughput, inner_step, measure_throughput
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
-from p2p_trainer.view import LiveView, PeerView, address_line, farewell, farewell_of_a_door
+from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, farewell, farewell_of_a_door
 from peers.arena import SharedArena
 from peers.contributed import last_contributed
 from peers.daemon import check_port_free
@@ -239,7 +239,9 @@ class Session:
     def _announce_invite(self, signed: SignedManifest, connected: Connected) -> None:
         good, _ = parse_addresses(connected.addresses)
         addresses = dialable(good)
-        if addresses:
+        if not addresses:
+            self.view.status(NOT_DIALLED)
+        else:
             self.view.status(address_line([address.text for address in addresses], reach(addresses[0])))
             self.listener.invite(
                 Invite(
@@ -566,7 +568,10 @@ class Session:
 def paced_rate(
     task: Task, model: nn.Module, manifest: RunManifest, micro_batch: int, emulate: float, leave: LeaveFlag
 ) -> float:
-    """Samples per second of a slowed-down machine alone: real steps on a copy, each stretched by sleeping."""
+    """Samples per second of a slowed-down machine alone: real steps on a copy, each stretched by sleeping.
+
+    A machine whose step takes minutes is not measured for minutes.
+    """
     section = manifest.inner_optimizer
     twin = copy.deepcopy(model)
     optimizer = build_inner_optimizer(twin.parameters(), section)
@@ -578,6 +583,8 @@ def paced_rate(
         step_began = time.monotonic()
         inner_step(task, twin, optimizer, next(batches), micro_batch, section.clip_norm, between=leave.check)
         samples += section.batch_size
+        if step_began + section.batch_size / emulate - time.monotonic() > PACED_SECONDS:
+            return emulate  # as slow as it is told to be: sleeping it out would show no more
         while (left := step_began + section.batch_size / emulate - time.monotonic()) > 0:
             leave.check()
             time.sleep(min(left, 0.2))

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from dht_config.errors import DeviceError
 from dht_config.manifest import InnerOptimizerSection
+from p2p_trainer.hardware import resident_bytes
 from p2p_trainer.inner_optimizer import build_inner_optimizer, learning_rate, set_learning_rate
+from p2p_trainer.memory_limits import memory_left_bytes
 from p2p_trainer.tasks.base import Batch, Task, to_device
 
 Result = TypeVar("Result")
@@ -151,7 +153,8 @@ def measure_throughput(
 ) -> Throughput:
     """Find the micro-batch to train with, and the samples per second it gives, by making real inner steps.
 
-    Doubles the micro-batch from 1 up to the inner batch, stops where memory runs out or the time is used up,
+    Doubles the micro-batch from 1 up to the inner batch, stops where memory runs out (on a CPU: where twice as much
+    would not fit into what a cgroup or the machine has left) or the time is used up,
     and takes the smallest that comes within 5 % of the best. Works on a copy: the model is left as it is.
 
     :param seed: of the task's order of the data; use one that training does not use.
@@ -211,10 +214,11 @@ def _measure_all(
         report(min(1.0, (time.perf_counter() - began) / limit_seconds))
 
     measured: list[Throughput] = []
+    memory = _MemoryWatch(device)
     candidates = _doubling(section.batch_size)
     for position, micro_batch in enumerate(candidates):
         left_seconds = limit_seconds - (time.perf_counter() - began)
-        if measured and left_seconds <= 0:
+        if measured and (left_seconds <= 0 or not memory.holds(micro_batch / measured[-1].micro_batch)):
             break
         try:
             seconds, steps = _time_steps(partial(step, micro_batch), left_seconds / (len(candidates) - position))
@@ -230,6 +234,26 @@ def _measure_all(
             )
         )
     return measured
+
+
+class _MemoryWatch:
+    """Whether a larger micro-batch fits into the memory of a CPU's process.
+
+    Where an accelerator's memory runs out, torch says so; here the kernel kills the process, also where a container or
+    a cgroup has less than the machine.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        before = resident_bytes() if device.type == "cpu" else None
+        self._before = before[0] if before is not None else None
+
+    def holds(self, times: float) -> bool:
+        """:param times: as large as the micro-batch that was measured last; True where nothing is known"""
+        now, left = resident_bytes(), memory_left_bytes()
+        if self._before is None or now is None or left is None:
+            return True
+        held, most = now
+        return self._before + times * (most - self._before) <= held + left
 
 
 def _doubling(batch_size: int) -> list[int]:

@@ -149,7 +149,7 @@ def _peer_timeline(account: Account, clock: TimelineClock) -> PeerTimeline:
         # Who was there from the beginning did not come.
         *((at, "joined") for at in life.joins if at > 0),
         *((at, "left") for at in life.leaves),
-        *((at, "killed") for at in life.kills),
+        *((at, "killed") for at in [*life.kills, *life.out_of_memory]),
     ]
     return PeerTimeline(
         name=account.peer.name,

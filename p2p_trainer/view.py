@@ -109,6 +109,12 @@ def address_line(addresses: Sequence[str], where: str) -> str:
     return f"This peer's address{reach}, for others to give as --peer: {' or '.join(addresses)}"
 
 
+NOT_DIALLED = (
+    "Nobody can open connections to this peer: it is behind NAT or a firewall. It takes part all the same, and "
+    "averages nothing for others. To change that, forward a port to it, and give it with --port and --announce."
+)
+
+
 def farewell(view: PeerView, directory: Path, problem: str) -> str:
     """The last line of a volunteer's peer.
 

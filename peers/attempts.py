@@ -22,15 +22,19 @@ class SearchTimes:
     deadline: float
 
 
-def search_times(begins: float, lead_seconds: float, cycle_seconds: float, *, found_nobody: bool) -> SearchTimes:
+def search_times(
+    begins: float, lead_seconds: float, cycle_seconds: float, *, found_nobody: bool, can_be_dialled: bool = True
+) -> SearchTimes:
     """The times of one search.
 
     :param begins: the tick's beginning, or the moment of another attempt
     :param lead_seconds: how long before it peers begin to look (the manifest's ``matchmaking_seconds``)
     :param found_nobody: the last time
+    :param can_be_dialled: who cannot be can only follow, and offers later than all others
     """
+    deference_seconds = DEFERENCE_SECONDS if found_nobody else 0.0
     return SearchTimes(
-        scheduled=begins + (DEFERENCE_SECONDS if found_nobody else 0.0),
+        scheduled=begins + (deference_seconds if can_be_dialled else 2 * DEFERENCE_SECONDS),
         deadline=begins + min(lead_seconds, cycle_seconds / 4),
     )
 

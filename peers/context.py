@@ -28,13 +28,18 @@ class RunContext:
     p2p: P2P
     node: DHTNode
     addresses: tuple[str, ...]
-    """Ours, as others may dial them."""
+    """Ours, as others may dial them; empty if nobody can, as behind NAT."""
     signed_manifest: SignedManifest
     manifest: RunManifest
     schedule: Schedule
     fragments: tuple[FragmentState, ...]
     training: TrainingLink
     tasks: Tasks
+
+    @property
+    def can_be_dialled(self) -> bool:
+        """Else it leads no group and averages nothing for others: two such peers could not reach each other."""
+        return bool(self.addresses)
 
     @property
     def own_id(self) -> bytes:

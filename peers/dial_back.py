@@ -2,13 +2,13 @@
 
 Whoever wants to know listens on the port in question, asks a peer over the daemon, and says a word of 16 random bytes
 to everyone who connects. The peer dials and tells whether it heard that word, and at which address it sees the asker:
-one that the asker does not have itself means that there is a router in between (NAT).
+one that the asker does not have itself means that there is a router in between (NAT). A peer whose daemon listens on
+that port already asks without a word (``door.can_be_dialled``): that it is connected with is answer enough.
 
 Nobody can have a peer dial a third party: it dials only the address at which the asker's own, authenticated connection
 comes in, at most DIALS times in WINDOW_SECONDS for one address and AT_ONCE for all, and it tells nothing of what it
 finds there but whether the word came. What this does not stop: a peer that lies about what it found, so several are
-asked; an asker that looks for open ports of machines which share its own public address, a few a minute, and hears
-of none that does not say the word.
+asked; an asker that looks for open ports of machines which share its own public address, a few a minute.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ def not_tried() -> DialedBack:
     return DialedBack(DialedBackHeader(host="", reached=None))
 
 
-async def hears(host: str, port: int, word: bytes) -> bool:
-    """Whether somebody at an address says the word."""
+async def hears(host: str, port: int, word: bytes | None) -> bool:
+    """Whether somebody at an address says the word, or takes a connection at all if there is none."""
 
     async def listen() -> bool:
         reader, writer = await asyncio.open_connection(host, port, limit=WORD_BYTES)
         try:
-            return hmac.compare_digest(await reader.readexactly(WORD_BYTES), word)
+            return word is None or hmac.compare_digest(await reader.readexactly(WORD_BYTES), word)
         finally:
             writer.transport.abort()
 

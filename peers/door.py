@@ -23,13 +23,14 @@ from dht_config.records import SignedManifest
 from dht_config.validators import SwarmRecordValidator
 from peers.clock import SwarmClock, correction, measure_offset
 from peers.daemon import DialOutcome, DialReport, dial_all
-from peers.messages import Ask, AskHeader
+from peers.messages import Ask, AskHeader, DialBack, DialBackHeader
 from peers.transport import TRANSPORT_ERRORS
 
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0)
 ALONE_AFTER_ATTEMPTS = 2
 REMEMBERED_PEERS = 32
 CLOCK_PEERS = 8
+DIAL_PEERS = 3
 CREDIBLE_OFFSET_SECONDS = 3600.0
 """In the swarm already, a clock that is further off than this is ignored."""
 RPC_WAIT_SECONDS = 12.0
@@ -151,11 +152,29 @@ async def set_clock(clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, n
     return len(offsets)
 
 
+async def can_be_dialled(stub: Stub, peers: Sequence[PeerID], port: int) -> bool:
+    """Whether others can open connections to this peer: asked of a few, and all of them that answer must have.
+
+    True if nobody answers: it is only known when somebody tried. What this does not stop: one that says it could not;
+    then this peer averages for nobody. Asked when the peer enters; a router that is changed later is not noticed.
+    """
+
+    async def ask(peer: PeerID) -> bool:
+        try:
+            answer = await stub(peer).rpc_dial_back(DialBack(DialBackHeader(port=port)), timeout=RPC_WAIT_SECONDS)
+        except TRANSPORT_ERRORS:
+            return True
+        return answer.header is None or answer.header.reached is not False
+
+    return all(await asyncio.gather(*(ask(peer) for peer in peers[:DIAL_PEERS])))
+
+
 async def enter_dht(
-    p2p: P2P, validator: SwarmRecordValidator, known: Sequence[Address], *, observer: bool = False
+    p2p: P2P, validator: SwarmRecordValidator, known: Sequence[Address], *, asks_only: bool = False
 ) -> DHTNode:
     """A DHT node in this event loop, through the daemon we already have.
 
+    :param asks_only: nobody is sent to us: an observer, or a peer that cannot be dialled
     No caching: a cached record hides a newer one until it expires.
     """
     return await DHTNode.create(
@@ -168,7 +187,7 @@ async def enter_dht(
         cache_nearest=0,
         ensure_bootstrap_success=False,
         strict=False,
-        client_mode=observer,
+        client_mode=asks_only,
     )
 
 

@@ -124,7 +124,7 @@ async def _facts(what: Examined, p2p: P2P, clock: SwarmClock, on_waiting: Callab
     yield ClockCompared(offset_seconds=clock.offset_seconds, peers=answered)
 
     validator = SwarmRecordValidator(what.run_id, None, now=clock.now, organiser_public_key=what.organiser_public_key)
-    node = await enter_dht(p2p, validator, known, observer=True)
+    node = await enter_dht(p2p, validator, known, asks_only=True)
     answer = partial(wait_for_answer, node, peers, wait_seconds=what.wait_seconds, on_waiting=on_waiting)
     await answer()
     signed = await fetch_manifest(

@@ -98,6 +98,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
     :param size: elements of the fragment
     :param possible_samples: more than this nobody can have processed by now
     :param is_quorum: whether peers, as base58 ids with ourselves, may make the next version
+    :param can_be_dialled: whether others can follow us; if not, we follow
     :param silent_leaders: those that accepted us and never began, or began nonsense, are not followed for a while
     """
 
@@ -114,6 +115,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         is_quorum: Callable[[Collection[str]], bool],
         possible_samples: Callable[[], float],
         silent_leaders: Reliability,
+        can_be_dialled: bool = True,
     ) -> None:
         self._is_quorum = is_quorum
         self._silent_leaders = silent_leaders
@@ -132,7 +134,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
             min_group_size=2,
             min_matchmaking_time=matchmaking_seconds,
             request_timeout=matchmaking_seconds * 0.9,
-            client_mode=False,
+            client_mode=not can_be_dialled,
         )
 
     @property
@@ -254,4 +256,5 @@ def _member(peer_id: PeerID, announcement: RoundAnnouncement) -> GroupMember:
         steps=announcement.steps_total,
         kilobits_per_second=int(1000 * (announcement.megabits_per_second or 0.0)),
         distrusted=announcement.distrusted,
+        can_be_dialled=announcement.can_be_dialled,
     )

@@ -179,8 +179,8 @@ class DialBackHeader(Header):
     """Asks to be dialled at a port of the address from which the asker is connected, and nowhere else."""
 
     port: Annotated[int, Field(ge=1, le=65535)]
-    word: Annotated[bytes, Field(min_length=16, max_length=16)]
-    """What the asker says there to whoever connects."""
+    word: Annotated[bytes, Field(min_length=16, max_length=16)] | None = None
+    """What the asker says there to whoever connects; None if its daemon listens there, which says nothing."""
 
 
 class DialedBackHeader(Header):

@@ -65,7 +65,7 @@ async def observe(
                 newcomer=True,
             )
             validator = SwarmRecordValidator(run_id, None, now=clock.now, organiser_public_key=organiser_public_key)
-            node = await enter_dht(p2p, validator, known, observer=True)
+            node = await enter_dht(p2p, validator, known, asks_only=True)
             answer = partial(wait_for_answer, node, peers, wait_seconds=wait_seconds, on_waiting=on_waiting)
             await answer()
             manifest = await fetch_manifest(node, run_id, organiser_public_key, still_there=answer, ours_json=ours_json)

@@ -150,6 +150,7 @@ class Connected:
 
     peer_id: str
     addresses: tuple[str, ...]
+    """Where others dial this peer; empty if they cannot."""
     signed_manifest: SignedManifest | None
 
 

@@ -8,6 +8,9 @@ ones: shares are chosen so that the slowest transfer is as short as it can be. W
 of S bytes and a share f, a member moves ``S * (1 + f * (N - 2) / m)`` bytes each way; with announced rates b the
 shares are ``f = (T * b - 1) * m / (N - 2)``, T being the time at which they add up to 1, and 0 where that is negative.
 
+A member that cannot be dialled, as behind NAT, gets no share: all that it sends and gets goes over connections
+that it opened itself.
+
 **Groups.** Above ``target_group_size`` members there are several groups, all ending on one base. Each group has one
 reducer for every share; the reducers of one share in different groups are counterparts. Group members send to their own
 group's reducers only. For each part one of the counterparts is the root: the others send it their group's weighted sum,
@@ -43,6 +46,7 @@ class GroupMember:
     """What its line was measured to carry each way; 0 if it was not measured."""
     distrusted: tuple[bytes, ...] = ()
     """Peer ids of reducers that failed it lately."""
+    can_be_dialled: bool = True
 
     def mean_samples(self, size: int) -> float:
         """Samples that it brings, mean over the fragment's ``size`` elements."""
@@ -131,7 +135,7 @@ def _divide(
 ) -> tuple[tuple[tuple[int, ...], ...], list[tuple[int, ...]]]:
     """Groups of member indices, and for each share its reducers. Counterparts have links that are about equal."""
     speeds = _speeds(members)
-    excluded = unreliable(members, target_group_size)
+    excluded = _unable(members, target_group_size)
     able = sorted((index for index in range(len(members)) if index not in excluded), key=lambda index: -speeds[index])
     count = max(1, min(-(-len(members) // target_group_size), len(able)))
     reducers = [tuple(able[row : row + count]) for row in range(0, len(able) - count + 1, count)]
@@ -139,6 +143,13 @@ def _divide(
     for index in [*able[len(reducers) * count :], *sorted(excluded)]:
         min(groups, key=len).append(index)
     return tuple(tuple(sorted(group)) for group in groups), reducers
+
+
+def _unable(members: Sequence[GroupMember], target_group_size: int) -> set[int]:
+    """Who must not reduce; never all of them. That a member cannot be dialled weighs more than that it failed."""
+    failed = unreliable(members, target_group_size)
+    undialled = {index for index, member in enumerate(members) if not member.can_be_dialled}
+    return next(unable for unable in (failed | undialled, undialled, failed) if len(unable) < max(1, len(members)))
 
 
 def unreliable(members: Sequence[GroupMember], target_group_size: int) -> set[int]:

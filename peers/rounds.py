@@ -98,6 +98,7 @@ class RoundKeeper:
                 is_quorum=presence.is_quorum,
                 possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
                 silent_leaders=silent_leaders,
+                can_be_dialled=run.can_be_dialled,
             )
             self._matchmaking[matchmaking.group_key_manager.current_key] = matchmaking
 
@@ -316,12 +317,14 @@ class RoundKeeper:
             attempt=attempt,
             megabits_per_second=self._link_rate.megabits_per_second,
             distrusted=self._reducers.distrusted(self._run.clock.now())[:MAX_DISTRUSTED],
+            can_be_dialled=self._run.can_be_dialled,
         )
         times = search_times(
             begins,
             self._run.manifest.averaging.matchmaking_seconds,
             self._run.schedule.cycle_seconds,
             found_nobody=self._found_nobody,
+            can_be_dialled=self._run.can_be_dialled,
         )
         search = GroupSearch(
             scheduled_time=times.scheduled,

@@ -16,6 +16,7 @@ from typing import Any
 
 from hivemind.p2p import P2P, PeerID
 
+from dht_config.address import parse_address
 from dht_config.errors import P2PTrainerError, SwarmProcessDied
 from dht_config.hardening import bound_found_expirations, harden_msgpack
 from dht_config.keys import rpc_namespace
@@ -32,6 +33,7 @@ from peers.dial_back import DialBackDesk
 from peers.direct import DirectTransport, listen_next_to
 from peers.door import (
     answer_seconds,
+    can_be_dialled,
     enter_dht,
     fetch_manifest,
     find_someone,
@@ -203,7 +205,13 @@ class Swarm:
             now=self._clock.now,
             organiser_public_key=settings.organiser_public_key,
         )
-        node = await enter_dht(p2p, validator, known)
+        own = tuple(str(address) for address in await p2p.get_visible_maddrs(latest=True))
+        # Whoever names an address of a router or a relay knows better than we could find out.
+        if own and peers and not settings.network.announce:
+            port = parse_address(own[0]).transport.port
+            if not await can_be_dialled(stub, peers, port):
+                own = ()
+        node = await enter_dht(p2p, validator, known, asks_only=not own)
         answer = partial(wait_for_answer, node, peers, wait_seconds=settings.wait_seconds, on_waiting=waiting)
         measured_seconds = await answer()
         manifest: SignedManifest | None = None
@@ -215,7 +223,6 @@ class Swarm:
                 still_there=answer,
                 ours_json=settings.manifest_json,
             )
-        own = tuple(str(address) for address in await p2p.get_visible_maddrs(latest=True))
         remember_addresses(settings.remembered_peers_path, [address.text for address in [*known, *addresses]])
         self._training.send(Connected(peer_id=str(p2p.peer_id), addresses=own, signed_manifest=manifest))
         configure, arena = await self._configured

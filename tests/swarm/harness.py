@@ -229,12 +229,13 @@ class Swarm:
 
     # ------------------------------------------------------------------ starting
 
-    def links(self, **links: str) -> Network:
+    def links(self, behind_nat: Iterable[str] = (), **links: str) -> Network:
         """Peers of these names (of their directories) that are started from now on meet over emulated lines only.
 
         The others are on loopback, and cannot reach them.
         """
-        self.network = Network({name: LinkSpec.parse(text) for name, text in links.items()})
+        specs = {name: LinkSpec.parse(text) for name, text in links.items()}
+        self.network = Network(specs, behind_nat=list(behind_nat))
         return self.network.__enter__()
 
     def host(self, name: str) -> str:

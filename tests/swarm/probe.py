@@ -14,6 +14,7 @@ PORT = 7000
 BLOCK = bytes(1 << 16)
 WAIT_SECONDS = 0.5
 """For the answers that are still under way."""
+DIAL_SECONDS = 2.0
 
 
 def echo(host: str) -> None:
@@ -66,6 +67,16 @@ def ping(host: str, packets: int, pause: float) -> None:
     print(json.dumps({"sent": packets, "milliseconds": times}))
 
 
+def dial(host: str) -> None:
+    """What becomes of a TCP connection."""
+    try:
+        socket.create_connection((host, PORT), DIAL_SECONDS).close()
+        outcome = "connected"
+    except OSError as error:
+        outcome = type(error).__name__
+    print(json.dumps({"outcome": outcome}))
+
+
 def devices() -> list[str]:
     """Names of the network devices that this process sees."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
@@ -78,5 +89,7 @@ if __name__ == "__main__":
         echo(host)
     elif what == "pour":
         pour(host, float(numbers[0]))
+    elif what == "dial":
+        dial(host)
     else:
         ping(host, int(numbers[0]), float(numbers[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -25,6 +26,11 @@ PROBE = [sys.executable, "-IS", str(Path(__file__).with_name("probe.py"))]
 UNHURRIED = LinkSpec()
 
 
+def user_namespaces() -> bool:
+    """Whether this machine lets users make namespaces of their own."""
+    return subprocess.run(["unshare", "--user", "true"], stderr=subprocess.DEVNULL).returncode == 0
+
+
 @contextmanager
 def answering(network: Network, peer: str) -> Iterator[dict[str, Any]]:
     """Somebody answers at this peer; gives what it sees of the network."""
@@ -38,10 +44,16 @@ def answering(network: Network, peer: str) -> Iterator[dict[str, Any]]:
 
 
 def measured(network: Network, peer: str, what: str, other: str, *numbers: float) -> dict[str, Any]:
-    command = network.command(peer, [*PROBE, what, network.address(other), *map(str, numbers)])
+    host = network.address(other) if other in network else other
+    command = network.command(peer, [*PROBE, what, host, *map(str, numbers)])
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     result: dict[str, Any] = json.loads(ended.stdout)
     return result
+
+
+def unhurt(times: list[float]) -> float:
+    """The lower quartile: on a busy machine some answers wait for a core, which is not the line's doing."""
+    return statistics.quantiles(times, n=4)[0]
 
 
 def megabits_per_second(network: Network, sender: str, receiver: str, seconds: float = 2.0) -> float:
@@ -72,7 +84,7 @@ def test_a_line_adds_its_round_trip_and_its_jitter() -> None:
         times = measured(network, "near", "ping", "far", 60, 0.02)["milliseconds"]
         assert len(times) == 60
         assert min(times) >= 40
-        assert 38 < statistics.median(times) < 44
+        assert 38 < unhurt(times) < 44
         network.set_link("near", LinkSpec.parse("40ms/30ms"))
         times = measured(network, "near", "ping", "far", 60, 0.05)["milliseconds"]
         # Two crossings, each 0 to 30 ms more.
@@ -82,12 +94,12 @@ def test_a_line_adds_its_round_trip_and_its_jitter() -> None:
         network.set_link("far", LinkSpec.parse("20ms"))
         network.set_link("near", LinkSpec.parse("40ms"))
         times = measured(network, "near", "ping", "far", 30, 0.02)["milliseconds"]
-        assert 58 < statistics.median(times) < 64, "two lines add up"
+        assert 58 < unhurt(times) < 64, "two lines add up"
 
 
 def test_a_line_loses_its_share_and_cut_off_nothing_arrives() -> None:
     with Network({"lossy": LinkSpec.parse("20%"), "far": UNHURRIED}) as network, answering(network, "far"):
-        result = measured(network, "lossy", "ping", "far", 4000, 0.0003)
+        result = measured(network, "lossy", "ping", "far", 1500, 0.002)
         lost_on_round_trip = 1 - len(result["milliseconds"]) / result["sent"]
         crossing = 1 - (1 - lost_on_round_trip) ** 0.5
         assert 0.15 < crossing < 0.25
@@ -138,6 +150,42 @@ def test_a_network_ends_with_the_program_that_made_it(tmp_path: Path) -> None:
         assert not left
 
 
+AS_A_USER = """
+import ctypes, json, signal, subprocess, sys
+from p2p_trainer.links import LinkSpec, Network
+
+def die_with_parent():
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+probe = sys.argv[1]
+tell = "import ctypes; number = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(number)); print(number.value)"
+with Network({"a": LinkSpec.parse("40ms"), "b": LinkSpec()}, behind_nat=["a"]) as network:
+    command = network.command("b", [sys.executable, "-IS", probe, "echo", network.address("b")])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as echo:
+        echo.stdout.readline()
+        ping = network.command("a", [sys.executable, "-IS", probe, "ping", network.address("b"), "20", "0.02"])
+        result = json.loads(subprocess.run(ping, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        echo.kill()
+    telling = network.command("a", [sys.executable, "-c", tell])
+    told = subprocess.run(telling, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent)
+print(json.dumps({**result, "command": command, "death_signal": int(told.stdout)}))
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None or not user_namespaces(),
+    reason="needs root to stop being it, setpriv, and user namespaces",
+)
+def test_without_privileges_a_user_namespace_does() -> None:
+    stripped = ["setpriv", "--bounding-set=-sys_admin,-net_admin", "--inh-caps=-all"]
+    command = [*stripped, sys.executable, "-c", AS_A_USER, PROBE[-1]]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    result = json.loads(ended.stdout)
+    assert any(argument.startswith("--user=") for argument in result["command"])
+    assert len(result["milliseconds"]) == 20 and min(result["milliseconds"]) >= 40
+    assert result["death_signal"] == signal.SIGTERM, "a peer ends with its rehearsal here as well"
+
+
 def namespaces_in_use() -> set[str]:
     """Network namespaces of all processes, and those that a descriptor keeps."""
     found = set()
@@ -146,3 +194,17 @@ def namespaces_in_use() -> set[str]:
             if (target := os.readlink(path)).startswith("net:"):
                 found.add(target)
     return found
+
+
+def test_behind_nat_a_peer_dials_everybody_and_nobody_dials_it() -> None:
+    links = {"a": UNHURRIED, "b": UNHURRIED, "open": UNHURRIED}
+    with Network(links, behind_nat=["a", "b"]) as network, answering(network, "open"), answering(network, "a"):
+        assert network.address("a") == network.address("b") == "192.168.1.2"
+        assert len({network.public_address(peer) for peer in links}) == 3
+        for peer in ("a", "b"):
+            assert len(measured(network, peer, "ping", "open", 20, 0.01)["milliseconds"]) == 20
+            assert megabits_per_second(network, peer, "open", 0.5) > 1
+        for peer in ("open", "b"):
+            assert measured(network, peer, "dial", network.public_address("a"))["outcome"] == "TimeoutError"
+            result = measured(network, peer, "ping", network.public_address("a"), 5, 0.01)
+            assert result["milliseconds"] == []

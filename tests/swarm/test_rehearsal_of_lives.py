@@ -15,7 +15,7 @@ def test_a_killed_peer_on_a_slow_line_is_told_and_the_other_goes_on(swarm: Swarm
     report_file = swarm.path / "report.json"
     rehearsal = swarm.run(
         "rehearsal",
-        *("rehearse", "digits", "--peers", "40:50M/20ms,20:10M/2M/40ms!12", "--minutes", "0.4"),
+        *("rehearse", "digits", "--peers", "40:50M/20ms:mem=2G,20:10M/2M/40ms:nat!12", "--minutes", "0.4"),
         *("--json", str(report_file), "--dir", str(swarm.path / "rehearsal")),
     )
     assert rehearsal.exit_code(within_seconds=240) == 0, rehearsal.text
@@ -37,5 +37,10 @@ def test_a_killed_peer_on_a_slow_line_is_told_and_the_other_goes_on(swarm: Swarm
     assert max(one["at_seconds"] for one in timelines[0]["rounds"]) > killed_at
     assert killed["window_seconds"] < stayed["window_seconds"]
     assert report["digests_agree"] and report["leftovers"] == []
-    assert "20 on 10 Mbit/s down and 2 Mbit/s up (killed after 12 s) took part in" in " ".join(rehearsal.text.split())
+    assert (stayed["behind_nat"], killed["behind_nat"]) == (False, True)
+    if "Memory cannot be limited here" not in rehearsal.text:
+        assert 100e6 < stayed["memory_peak_bytes"] < stayed["memory_limit_bytes"] == 2 << 30
+        assert stayed["memory_kills"] == 0
+    said = " ".join(rehearsal.text.split())
+    assert "20 on 10 Mbit/s down and 2 Mbit/s up behind NAT (killed after 12 s) took part in" in said
     assert "exit code" not in rehearsal.text

@@ -34,7 +34,7 @@ def desk(*hosts: str, now: Any = lambda: 0.0) -> DialBackDesk:
     return DialBackDesk(hosts_of, now)
 
 
-async def answered(asked: DialBackDesk, port: int, word: bytes = WORD) -> DialedBackHeader:
+async def answered(asked: DialBackDesk, port: int, word: bytes | None = WORD) -> DialedBackHeader:
     answer = await asked.answer(DialBack(DialBackHeader(port=port, word=word)), PEERS[0])
     assert answer.header is not None
     assert DialedBack.FromString(answer.SerializeToString()).header == answer.header
@@ -83,6 +83,18 @@ def test_the_second_address_is_tried_too() -> None:
             return await answered(desk("127.0.0.2", "127.0.0.1"), server.sockets[0].getsockname()[1])
 
     assert asyncio.run(scene()) == DialedBackHeader(host="127.0.0.1", reached=True)
+
+
+def test_without_a_word_a_connection_is_enough() -> None:
+    """The daemon listens there, and says nothing that could be told from what another program says."""
+
+    async def scene() -> None:
+        port = free_port()
+        assert (await answered(desk("127.0.0.1"), port, None)).reached is False
+        async with await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", port):
+            assert (await answered(desk("127.0.0.1"), port, None)).reached is True
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH_9.6\r\n", WORD[:-1], b"x" * 100_000, None])

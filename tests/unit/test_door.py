@@ -1,10 +1,16 @@
-"""Getting in: how long answers are waited for."""
+"""Getting in: how long answers are waited for, and whether others can dial us."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from types import SimpleNamespace
+from typing import Any
 
-from peers.door import FAR_WAIT_SECONDS, NEAR_WAIT_SECONDS, answer_seconds
+import pytest
+from hivemind.p2p import PeerID
+
+from peers.door import DIAL_PEERS, FAR_WAIT_SECONDS, NEAR_WAIT_SECONDS, answer_seconds, can_be_dialled
+from peers.messages import DialBack, DialedBack, DialedBackHeader
 from peers.presence import RECORD_SECONDS
 
 
@@ -27,3 +33,38 @@ def test_answers_are_waited_for_as_long_as_they_take(
 
 def test_no_answer_is_waited_for_longer_than_records_live() -> None:
     assert NEAR_WAIT_SECONDS[1] < FAR_WAIT_SECONDS < RECORD_SECONDS
+
+
+def peer(number: int) -> PeerID:
+    return PeerID(b"\x12\x20" + bytes([number]) * 32)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([], True),
+        ([True], True),
+        ([False], False),
+        ([True, True, False], False),
+        ([None], True),
+        (["silent"], True),
+        (["silent", False], False),
+        ([None, False], False),
+        ([True] * DIAL_PEERS + [False], True),
+    ],
+)
+def test_all_that_are_asked_and_answer_must_have_reached_us(answers: list[Any], expected: bool) -> None:
+    """None: it did not try."""
+
+    def stub(asked: PeerID) -> Any:
+        async def rpc_dial_back(request: DialBack, timeout: float) -> DialedBack:
+            assert request.header is not None and (request.header.port, request.header.word) == (31337, None)
+            reached = answers[asked.to_bytes()[-1]]
+            if reached == "silent":
+                raise ConnectionResetError
+            return DialedBack(DialedBackHeader(host="192.0.2.1", reached=reached))
+
+        return SimpleNamespace(rpc_dial_back=rpc_dial_back)
+
+    peers = [peer(number) for number in range(len(answers))]
+    assert asyncio.run(can_be_dialled(stub, peers, 31337)) is expected

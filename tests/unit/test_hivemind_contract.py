@@ -289,6 +289,7 @@ def test_our_servicers_streams_are_streams() -> None:
     assert rpc_types(SwarmServicer) == {
         "rpc_time": (False, False),
         "rpc_look": (False, False),
+        "rpc_dial_back": (False, False),
         "rpc_join_group": (False, True),
     }
     assert peers.servicer.AsyncIterator is typing.AsyncIterator

@@ -12,15 +12,19 @@ import pytest
 from rich.console import Console
 
 from dht_config.errors import DirectoryError, ManifestError, P2PTrainerError, RehearsalError, UsageError
+from dht_config.manifest import example_manifest, parse_manifest
+from p2p_trainer import emulation, memory_limits
 from p2p_trainer import rehearse as rehearse_module
-from p2p_trainer.forecast import _ordinal, forecast
+from p2p_trainer.forecast import _ordinal, forecast, memory_in_words
 from p2p_trainer.links import Availability
+from p2p_trainer.memory_limits import MemoryLimits, MemoryLimitsUnavailable, MemoryUse, hierarchies
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.rehearsal_view import print_report
-from p2p_trainer.rehearse import RehearseOptions, rehearse
+from p2p_trainer.rehearse import START_SECONDS, RehearseOptions, rehearse, start_limit_seconds
 from p2p_trainer.rehearsed_peer import LineCount, PeerRecord, PlayedLife, TimeUse
 from p2p_trainer.rehearsed_processes import ProgramCommands
 from p2p_trainer.report import RehearsedRun, Report, build_report, problems, verdict
+from p2p_trainer.scene import parse_peers
 
 RUN = RehearsedRun(seconds=20.0, fragments=2, tick_seconds=1.5)  # a cycle of 3 s
 
@@ -472,6 +476,20 @@ def test_the_forecast_tells_a_life() -> None:
     assert forecast(peer).startswith("8 (killed after 30 s, joined after 40 s, frozen after 50 s) took part")
 
 
+def test_the_forecast_tells_nat_and_want_of_memory() -> None:
+    use = MemoryUse(limit_bytes=2 << 30, peak_bytes=600 << 20, kills=0)
+    record = PeerRecord(name="8", events=fast_peer(), link="2M/80ms", behind_nat=True, memory=use)
+    (peer,) = build_report(RUN, [record]).peers
+    assert forecast(peer).startswith("8 on 2 Mbit/s behind NAT took part in 67 %")
+    assert memory_in_words(peer) == "8 600 MB of 2 GB"
+    assert (peer.memory_limit_bytes, peer.memory_peak_bytes, peer.memory_kills) == (2 << 30, 600 << 20, 0)
+    events = [one for one in fast_peer() if one["event"] == "throughput"]
+    starved = PeerRecord(name="8", events=events, killed=True, life=life(joins=[0.0], out_of_memory=[0.0]), memory=use)
+    (peer,) = build_report(RUN, [starved]).peers
+    assert forecast(peer) == "8 (out of memory at its start) took part in no round."
+    assert peer.samples_add_up and peer.out_of_memory == [0.0]
+
+
 # --- processes: peers that pretend, in place of the program
 
 PRETENDER = """
@@ -501,6 +519,8 @@ signal.signal(signal.SIGTERM, leave)
 print(f"[{role}] {argument} {sorted(name for name in os.environ if name.startswith('P2P_'))}", flush=True)
 if behaviour == "broken":
     sys.exit("[it] broke")
+if behaviour == "starved":
+    bytearray(256 << 20)
 if behaviour == "littering":
     sockets = Path(sys.argv[5])
     sockets.mkdir()
@@ -517,6 +537,9 @@ else:
     tell("train", samples=8, steps=1, loss=5.0)
     tell("round", fragment=0, version=1, digest="aa", outcome="committed", weight=8)
     tell("account", processed_samples=8, credited_samples=8.0, pending_samples=0.0, dropped_samples=0.0, exact=True)
+if behaviour == "hungry":
+    time.sleep(0.2)
+    bytearray(256 << 20)
 while True:
     signal.pause()
 """
@@ -547,6 +570,23 @@ class Pretenders:
 def quiet_console(tmp_path: Path) -> tuple[Console, Path]:
     path = tmp_path / "output.txt"
     return Console(file=path.open("w"), width=120), path
+
+
+def memory_can_be_limited() -> bool:
+    try:
+        with MemoryLimits({"probe": 64 << 20}):
+            return True
+    except MemoryLimitsUnavailable:
+        return False
+
+
+needs_memory_limits = pytest.mark.skipif(not memory_can_be_limited(), reason="memory cannot be limited here")
+
+
+def memory_groups() -> set[Path]:
+    """Control groups of rehearsals below ours and those around it."""
+    around = [group for hierarchy in hierarchies() for group in hierarchy.upwards()]
+    return {found for group in around for found in group.glob("p2p-trainer-rehearsal-*")}
 
 
 def children() -> set[psutil.Process]:
@@ -632,11 +672,62 @@ def test_a_peer_that_does_not_leave_when_its_time_has_come_is_killed_and_told(
 def test_without_links_the_peers_meet_over_loopback_and_a_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rehearse_module, "available", lambda: Availability("not permitted"))
+    monkeypatch.setattr(emulation, "available", lambda: Availability("not permitted"))
     console, output = quiet_console(tmp_path)
     report = rehearse(options(tmp_path, peers="80:10M/20ms,8"), console=console, commands=Pretenders(tmp_path))
     assert output.read_text().count("(not permitted): they all meet over loopback") == 1
     assert [peer.link for peer in report.peers] == ["", ""]
+    assert [peer.behind_nat for peer in report.peers] == [False, False]
+
+
+@needs_memory_limits
+def test_a_peer_that_runs_out_of_memory_is_a_result_and_the_others_go_on(tmp_path: Path) -> None:
+    console, output = quiet_console(tmp_path)
+    before, groups = children(), memory_groups()
+    pretenders = Pretenders(tmp_path, at8="hungry")
+    peers = "80:mem=64M,8:mem=64M!2@2.5-,40"
+    report = rehearse(options(tmp_path, peers=peers, seconds=3.0), console=console, commands=pretenders)
+    fine, hungry, unlimited = report.peers
+    assert children() == before and memory_groups() == groups and report.leftovers == []
+    assert (fine.memory_limit_bytes, fine.memory_kills, fine.exit_code) == (64 << 20, 0, 0)
+    assert 0 < (fine.memory_peak_bytes or 0) < 64 << 20
+    assert (hungry.memory_peak_bytes, hungry.memory_kills, hungry.killed) == (64 << 20, 1, True)
+    assert (len(hungry.out_of_memory), hungry.kills, hungry.exit_code) == (1, [], -signal.SIGKILL)
+    assert (unlimited.memory_limit_bytes, unlimited.memory_peak_bytes, unlimited.memory_kills) == (None, None, 0)
+    (told,) = [one for one in problems(report) if "peer 8 " in one]
+    assert "64 MB do not suffice" in told and "mem=SIZE" in told
+    said = output.read_text()
+    assert "Peer 8 ran out of memory (64 MB), and the others go on." in said
+    assert "8 64 MB of 64 MB, 1 of its processes killed for want of it" in said
+
+
+@needs_memory_limits
+def test_when_all_run_out_of_memory_the_rehearsal_ends_and_says_so(tmp_path: Path) -> None:
+    console, _ = quiet_console(tmp_path)
+    before, groups = children(), memory_groups()
+    pretenders = Pretenders(tmp_path, at8="starved")
+    with pytest.raises(RehearsalError, match="Every peer ran out of memory") as caught:
+        rehearse(options(tmp_path, peers="8:mem=64M*2"), console=console, commands=pretenders)
+    assert "mem=SIZE" in caught.value.remedy
+    assert children() == before and memory_groups() == groups
+
+
+def test_memory_that_cannot_be_limited_is_told_in_a_line_and_nothing_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_limits, "hierarchies", lambda proc=None: [])
+    console, output = quiet_console(tmp_path)
+    report = rehearse(options(tmp_path, peers="80:mem=64M,8"), console=console, commands=Pretenders(tmp_path))
+    assert output.read_text().count("Memory cannot be limited here (no cgroup with the memory controller") == 1
+    assert [peer.memory_peak_bytes for peer in report.peers] == [None, None]
+
+
+def test_a_memory_that_this_computer_does_not_have_is_told_and_is_no_limit(tmp_path: Path) -> None:
+    console, output = quiet_console(tmp_path)
+    report = rehearse(options(tmp_path, peers="80:mem=900000G,8"), console=console, commands=Pretenders(tmp_path))
+    assert report.peers[0].memory_limit_bytes is None
+    if memory_can_be_limited():
+        assert "so these have no limit: 80 (900000 GB)." in output.read_text()
 
 
 @pytest.mark.parametrize(("who", "name"), [("bootstrap", "bootstrap"), ("at8", "peer-8")])
@@ -680,6 +771,23 @@ def test_a_peer_that_does_not_begin_in_time_is_named(tmp_path: Path, monkeypatch
     console, _ = quiet_console(tmp_path)
     with pytest.raises(RehearsalError, match="no invite"):
         rehearse(options(tmp_path), console=console, commands=Pretenders(tmp_path))
+
+
+def test_the_time_to_start_in_grows_with_model_lines_and_slowness() -> None:
+    manifest = parse_manifest(example_manifest("stdlib-text"), source="a test")
+
+    def limit(peers: str, model_bytes: float = 0) -> float:
+        return start_limit_seconds(parse_peers(peers), manifest, int(model_bytes))
+
+    usual = limit("80,40,20,8")
+    assert START_SECONDS < usual < 300
+    # 1 GB over 10 Mbit/s takes 800 s; the fast line of another does not help.
+    assert limit("80:1G,40:10M", 1e9) > usual + 800 > limit("80:1G,40:1G", 1e9)
+    assert limit("40:2M,40:10M", 1e9) > usual + 4000
+    assert limit("40*8", 1e10) > limit("40*2", 1e10) + 1000, "they share the donor"
+    assert limit("40:10M/50%", 1e9) > limit("40:10M", 1e9) + 800
+    assert limit("laptop-cpu") > limit("80") + 2 * 8 / 0.3
+    assert limit("80:3s/20%") > 216
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

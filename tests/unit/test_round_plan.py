@@ -22,7 +22,7 @@ def name(index: int) -> bytes:
     return b"\x12\x20" + index.to_bytes(2, "big") * 16
 
 
-def member(index: int, kilobits: int = 0, distrusted: Sequence[int] = ()) -> GroupMember:
+def member(index: int, kilobits: int = 0, distrusted: Sequence[int] = (), can_be_dialled: bool = True) -> GroupMember:
     return GroupMember(
         peer_id=PeerID(name(index)),
         spans=SPANS,
@@ -30,6 +30,7 @@ def member(index: int, kilobits: int = 0, distrusted: Sequence[int] = ()) -> Gro
         steps=1,
         kilobits_per_second=kilobits,
         distrusted=tuple(name(other) for other in distrusted),
+        can_be_dialled=can_be_dialled,
     )
 
 
@@ -148,3 +149,18 @@ def test_a_minority_cannot_make_itself_the_only_reducers() -> None:
     assert len(unreliable(liars, 16)) == 0
     assert len(unreliable([*liars, member(9, distrusted=range(4))], 16)) <= 2
     assert unreliable([member(0, distrusted=[0])], 16) == set()
+
+
+def reducers(made: RoundPlan) -> set[int]:
+    return {index for share in made.shares if share.parts for index in share.reducers}
+
+
+def test_who_cannot_be_dialled_reduces_nothing_unless_nobody_can() -> None:
+    homes = [member(index, can_be_dialled=False) for index in (0, 2, 3)]
+    assert reducers(plan([homes[0], member(1), *homes[1:]])) == {1}
+    assert reducers(plan([homes[0], member(1), *homes[1:], member(4)])) == {1, 4}
+    # Most of the group has seen 1 fail, but those behind NAT would fail each other for certain.
+    accused = [member(index, distrusted=[1], can_be_dialled=False) for index in (0, 2, 3)]
+    assert reducers(plan([accused[0], member(1), *accused[1:]])) == {1}
+    assert reducers(plan(homes)) == {0, 1, 2}
+    assert len(plan([member(index, can_be_dialled=index > 8) for index in range(12)], target=4).groups) == 3

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dht_config.errors import UsageError
-from p2p_trainer.machines import MACHINES
+from p2p_trainer.machines import MACHINES, memory_text, read_memory
 from p2p_trainer.scene import (
     MAX_PEERS,
     EmulatedPeer,
@@ -40,6 +40,21 @@ def test_machines_are_emulated_in_proportion_to_their_published_speed() -> None:
     assert speeds("4090,3090,3060,t4") == [80.0, 34.5, 12.3, 7.8]
     assert speeds("laptop-cpu") == [0.3]
     assert all(machine.source and machine.samples_per_second > 0 for machine in MACHINES.values())
+
+
+def test_a_machine_has_its_memory_and_a_number_as_much_as_there_is() -> None:
+    memories = [peer.memory_bytes for peer in parse_peers("4090,0.5xRTX 3060-12G,8,3090.0,3080:mem=2G")]
+    assert memories == [24 << 30, 12 << 30, None, None, 2 << 30]
+    assert all(1 << 30 <= machine.memory_bytes <= 256 << 30 for machine in MACHINES.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("2G", 2 << 30), ("2GB", 2 << 30), ("2 GiB", 2 << 30), ("512M", 512 << 20), ("1.5G", 3 << 29)],
+)
+def test_a_memory_is_read_as_people_write_it(text: str, size_bytes: int) -> None:
+    assert read_memory(text) == size_bytes
+    assert read_memory(memory_text(size_bytes)) == size_bytes
 
 
 def test_a_name_wins_over_a_number_and_is_read_as_people_write_it() -> None:
@@ -117,6 +132,18 @@ def test_a_link_follows_the_colon() -> None:
     assert [str(peer.link) for peer in peers] == ["500M/20ms", *2 * ["10M/2M/60ms/5ms/1%"], "None"]
 
 
+def test_nat_and_memory_follow_in_any_order() -> None:
+    peers = parse_peers("laptop-cpu:2M/80ms:nat,8:NAT:mem=512M*2,8:mem=1.5G:1M:nat@30-,8:mem=2G")
+    assert [(peer.behind_nat, peer.memory_bytes, str(peer.link)) for peer in peers] == [
+        (True, 16 << 30, "2M/80ms"),
+        *2 * [(True, 512 << 20, "None")],
+        (True, 3 << 29, "1M"),
+        (False, 2 << 30, "None"),
+    ]
+    assert peers[3].life == Life(stays=(Stay(30.0),))
+    assert Scene(peers=parse_peers("8:nat")).has_links and not Scene(peers=parse_peers("8:mem=2G")).has_links
+
+
 @pytest.mark.parametrize(
     ("text", "life"),
     [
@@ -160,6 +187,16 @@ def test_a_life_is_played_in_order() -> None:
         ("8:11k", "11k", "one packet a second"),
         ("8:20ms/100%", "100%", "nothing would ever arrive"),
         ("8:", "", "neither a rate"),
+        ("8:mem=0", "mem=0", "512M or 2G"),
+        ("8:mem=0.0G", "mem=0.0G", "above 0"),
+        ("8:mem=12X", "mem=12X", "512M or 2G"),
+        ("8:1M:mem=,8", "mem=", "512M or 2G"),
+        ("8:mem=-1G", "mem=-1G", "512M or 2G"),
+        ("8:memory=1G", "memory=1G", "mem=2G"),
+        ("8:nat:1M:nat", "nat", "already"),
+        ("8:mem=1G:mem=2G", "mem=2G", "already"),
+        ("8:1M:2M", "2M", "already"),
+        ("8:1M:nta", "nta", "already"),
         ("8@30-!20", "!20", "dies before it joins"),
         ("8@30-20", "@30-20", "leaves before it joins"),
         ("8!0", "!0", "dies before it joins"),
@@ -200,7 +237,7 @@ def test_of_a_long_text_the_surroundings_are_shown() -> None:
     assert shown[carets.index("^") : len(carets)] == "fast"
 
 
-@given(st.text(alphabet="0123489.:@!~*,-/xkM%ms ", max_size=40))
+@given(st.text(alphabet="0123489.:@!~*,-/xkMG%ms natem=", max_size=40))
 def test_whatever_is_written_is_read_or_refused(text: str) -> None:
     try:
         peers = parse_peers(text, 300.0)
@@ -264,6 +301,11 @@ joins_at = 30
 killed_at = 60.5
 returns_at = 90
 frozen = [[40, 45]]
+
+[[peers]]
+speed = 8
+nat = true
+memory = "2GB"
 """
 
 
@@ -272,7 +314,11 @@ def test_a_scene_file_says_the_same_as_the_line(tmp_path: Path) -> None:
     path.write_text(FILE)
     scene = load_scene(path)
     assert scene == Scene(
-        peers=parse_peers("4090:500M/20ms*2,8@30-~40-45!60.5@90-"), seconds=300.0, churn=0.2, seed=3, run="digits"
+        peers=parse_peers("4090:500M/20ms*2,8@30-~40-45!60.5@90-,8:nat:mem=2G"),
+        seconds=300.0,
+        churn=0.2,
+        seed=3,
+        run="digits",
     )
     assert load_scene(path, seconds=200.0).seconds == 200.0
     path.write_text('run = "mine.toml"\npeers = [{speed = 80}, {speed = "0.5x4090", leaves_at = 30}]')
@@ -284,9 +330,9 @@ def test_a_scene_file_says_the_same_as_the_line(tmp_path: Path) -> None:
     [
         ('"4090"', '"4099x"', 7, "4099x", "no machine"),
         ("500M/20ms", "500M/1k", 8, "1k", "one packet"),
-        ("= 8\n", "= 0\n", 12, "0", "above 0"),
-        ("= 8\n", "= nan\n", 12, "nan", "above 0"),
-        ("= 8\n", "= true\n", 12, "true", "not a number"),
+        ("= 8\njoins", "= 0\njoins", 12, "0", "above 0"),
+        ("= 8\njoins", "= nan\njoins", 12, "nan", "above 0"),
+        ("= 8\njoins", "= true\njoins", 12, "true", "not a number"),
         ("= 90", "= nan", 15, "nan", "finite"),
         ("= 90", "= true", 15, "true", "number"),
         ("60.5", "20 # s", 14, "20", "dies before it joins"),
@@ -299,10 +345,14 @@ def test_a_scene_file_says_the_same_as_the_line(tmp_path: Path) -> None:
         ('"20%"', '"120%"', 3, "120%", "over 100%"),
         ('"20%"', "0.2", 3, "0.2", "string"),
         ("= 5", "= 0", 2, "0", "greater than 0"),
-        ("= 2", "= true", 9, "true", "integer"),
-        ("= 2", "= 64", 0, "", "more than 64"),
-        ("speed = 8", "sped = 8", 12, "8", "no such key"),
-        ("speed = 8\n", "", 11, "[[peers]]", "missing"),
+        ("= 2\n", "= true\n", 9, "true", "integer"),
+        ("= 2\n", "= 64\n", 0, "", "more than 64"),
+        ("= true", "= 1", 20, "1", "boolean"),
+        ('"2GB"', '"2TB"', 21, "2TB", "512M or 2G"),
+        ('"2GB"', "2", 21, "2", "string"),
+        ('"2GB"', '"0G"', 21, "0G", "above 0"),
+        ("speed = 8\njoins", "sped = 8\njoins", 12, "8", "no such key"),
+        ("speed = 8\njoins", "joins", 11, "[[peers]]", "missing"),
         ("= 60.5", "=", 14, "", "not TOML"),
     ],
 )

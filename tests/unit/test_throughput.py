@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dht_config.errors import DeviceError
-from dht_config.manifest import InnerOptimizerSection
+from dht_config.manifest import InnerOptimizerSection, example_manifest, parse_manifest
+from p2p_trainer import throughput
 from p2p_trainer.inner_optimizer import build_inner_optimizer
+from p2p_trainer.session import paced_rate
 from p2p_trainer.tasks import load_task
 from p2p_trainer.tasks.base import Batch
 from p2p_trainer.throughput import (
@@ -21,6 +23,7 @@ from p2p_trainer.throughput import (
     measure_throughput,
     shrinking_inner_step,
 )
+from p2p_trainer.training import LeaveFlag
 
 CPU = torch.device("cpu")
 SGD = InnerOptimizerSection(name="sgd", lr=0.1)
@@ -236,3 +239,22 @@ def test_the_smallest_micro_batch_within_five_percent_of_the_best_is_chosen() ->
     assert choose(measured).micro_batch == 4
     assert choose(measured[:2]).micro_batch == 2
     assert choose(measured[:1]).micro_batch == 1
+
+
+def test_a_micro_batch_that_memory_would_not_hold_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process held 50 bytes before it measured, 130 at most since then, and 60 now."""
+    monkeypatch.setattr(throughput, "memory_left_bytes", lambda: 100)
+    monkeypatch.setattr(throughput, "resident_bytes", lambda: (50, 50))
+    memory = throughput._MemoryWatch(CPU)
+    monkeypatch.setattr(throughput, "resident_bytes", lambda: (60, 130))
+    assert memory.holds(1.3) and not memory.holds(2.0)
+    assert throughput._MemoryWatch(torch.device("cuda")).holds(2.0), "there torch itself says when it is full"
+    monkeypatch.setattr(throughput, "memory_left_bytes", lambda: None)
+    assert memory.holds(2.0), "where nothing is known"
+
+
+def test_a_slow_machine_is_not_measured_for_minutes() -> None:
+    """At a sample in a quarter of an hour: a test that slept through a step would time out."""
+    manifest = parse_manifest(example_manifest("digits"), source="a test")
+    task = load_task("digits", manifest.model, manifest.data)
+    assert paced_rate(task, task.build_model(), manifest, 8, 0.001, LeaveFlag()) == 0.001

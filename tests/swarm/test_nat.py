@@ -1,0 +1,51 @@
+"""Peers that nobody can dial."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from harness import (
+    FRAGMENTS,
+    Swarm,
+    assert_bases_hold_every_credit_once,
+    assert_digests_agree,
+    assert_no_traceback,
+    assert_samples_add_up,
+    needs_links,
+)
+
+pytestmark = [pytest.mark.swarm, needs_links]
+
+
+def test_a_peer_behind_nat_takes_part_among_others(swarm: Swarm) -> None:
+    swarm.links(behind_nat=["home"], bootstrap="100M/10ms", one="100M/10ms", other="100M/10ms", home="20M/30ms")
+    bootstrap = swarm.bootstrap()
+    peers = [swarm.join(name, bootstrap.invite, 40) for name in ("one", "other", "home")]
+    swarm.wait_averaged(*peers, group=3, rounds=2 * FRAGMENTS)
+    # Whoever came first had nobody to dial: this is a round after all had met.
+    swarm.wait_averaged(*peers, group=3, rounds=FRAGMENTS, after=time.time())
+    swarm.leave_all()
+    assert_digests_agree(*peers)
+    for peer in peers:
+        assert_samples_add_up(peer)
+    assert "Nobody can open connections to this peer" in peers[2].text
+    assert not any("Nobody can open" in peer.text for peer in (bootstrap, *peers[:2]))
+    assert_no_traceback(*swarm.peers)
+
+
+def test_two_peers_behind_nat_meet_where_a_third_can_be_dialled(swarm: Swarm) -> None:
+    """They have the same private address, and cannot reach each other."""
+    names = ("home", "away")
+    swarm.links(behind_nat=names, bootstrap="100M/10ms", one="100M/10ms", home="20M/30ms", away="20M/30ms")
+    bootstrap = swarm.bootstrap()
+    peers = [swarm.join(name, bootstrap.invite, 40) for name in ("one", *names)]
+    swarm.wait_averaged(*peers, group=3, rounds=3 * FRAGMENTS)
+    lost = [event["reason"] for peer in peers for event in peer.events("round") if "lost" in event["reason"]]
+    assert not lost, "a reducer that somebody could not reach"
+    swarm.leave_all()
+    assert_digests_agree(*peers)
+    for peer in peers:
+        assert_samples_add_up(peer)
+    assert_bases_hold_every_credit_once(peers)
+    assert_no_traceback(*swarm.peers)
