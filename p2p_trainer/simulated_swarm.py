@@ -64,7 +64,7 @@ class SimulatedSwarm:
                         REDUCER_DISTRUST_CYCLES * model.schedule.cycle_seconds, REDUCER_DISTRUST_DOUBLINGS
                     ),
                     moments=deque(emulated.life.moments()),
-                    cadence=Cadence(model.schedule, RECORD_SECONDS),
+                    cadence=Cadence(model.schedule),
                 )
             )
 
@@ -145,7 +145,7 @@ class SimulatedSwarm:
         peer.busy.clear()
         peer.sending.clear()
         peer.heard_of.clear()
-        peer.cadence = Cadence(self.world.schedule, RECORD_SECONDS)
+        peer.cadence = Cadence(self.world.schedule)
         peer.fetching.clear()
         self._bases.forget(peer)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from p2p_trainer.simulated_peer import MadeBase, SimulatedPeer
 from p2p_trainer.simulated_round import Line, MemberFlow, Participant, RoundFlow, play_round
 from p2p_trainer.simulated_world import World
 from peers.attempts import ATTEMPTS, next_attempt, search_times
-from peers.cadence import is_due, line_use
+from peers.cadence import is_due, line_use, pace
 from peers.closing import RateMeter, announced_seconds, closing_times
 from peers.lineage import Claim, has_quorum
 from peers.messages import MAX_GROUP_SIZE, AveragedPart, extend_history
@@ -53,6 +53,10 @@ class _Tick:
     number: int
     fragment: int
     begins: float
+    held: bool
+    """Whether enough peers for a next version take part in it."""
+    pace: int
+    """In which of its rounds a fragment has so many."""
     waiting: dict[float, list[_Brought]] = field(default_factory=dict)
     """Those that meet again, by when."""
 
@@ -88,7 +92,15 @@ class Ticks:
     def begin_tick(self, number: int) -> None:
         """Snapshots, in time to find a group by the tick's beginning."""
         begins = self._world.schedule.begins(number)
-        tick = _Tick(number=number, fragment=self._world.schedule.fragment(number), begins=begins)
+        known = self._known()
+        due = {peer for peer, every in known.items() if is_due(self._world.schedule, number, every)}
+        tick = _Tick(
+            number=number,
+            fragment=self._world.schedule.fragment(number),
+            begins=begins,
+            held=has_quorum(due, known),
+            pace=pace(known.values()),
+        )
         brought = []
         for peer in self._world.peers:
             if peer.announced and peer.awake:
@@ -113,12 +125,16 @@ class Ticks:
             "attempts": 0,
             "bytes_sent": 0,
             "bytes_received": 0,
-            "cadence": peer.cadence.announced,
+            "cadence": max(peer.cadence.announced, tick.pace),
             "late_share": 0.0,
             "due": peer.cadence.is_due(tick.number),
         }
         if not report["due"]:
             self._report(peer, holding.claim, report, "its line is too slow for every round")
+            return None
+        if not tick.held:
+            report["due"] = False
+            self._report(peer, holding.claim, report, "most lines are too slow for every round")
             return None
         if tick.fragment in peer.busy:
             self._report(peer, holding.claim, report, "the previous round or a fetch is still under way")
@@ -197,15 +213,13 @@ class Ticks:
         # Who offers to begin first leads.
         leader = min(range(len(members)), key=lambda index: times[index].scheduled)
         ids = {one.peer.id_text for one in members}
-        if len(ids) == 1 and self._others_due(tick, ids):
+        if not has_quorum(ids, self._known()):
             self._find_dead()
-        alone = len(ids) == 1 and not self._others_due(tick, ids)
-        if not alone and not has_quorum(ids, self._known()):
-            self._find_dead()
-            self._lost(
-                tick, attempt, members, self._world.now, "no group of enough of the training peers came together"
-            )
-            return
+            if len(ids) > 1 or not has_quorum(ids, self._known()):
+                self._lost(
+                    tick, attempt, members, self._world.now, "no group of enough of the training peers came together"
+                )
+                return
         plan = plan_round(
             group_id=b"simulated" + self._world.chance.randbytes(8),
             tick=tick.number,
@@ -220,11 +234,6 @@ class Ticks:
         by_id = {one.member.peer_id: one for one in members}
         ordered = [by_id[member.peer_id] for member in plan.members]
         self._hold(tick, attempt, plan, ordered, [knows[one.peer.id_text] for one in ordered])
-
-    def _others_due(self, tick: _Tick, ids: Collection[str]) -> bool:
-        """Whether anybody else takes part in this round, by the cadences that peers announce."""
-        schedule = self._world.schedule
-        return any(is_due(schedule, tick.number, every) for peer, every in self._known().items() if peer not in ids)
 
     def _gathered(self, led: Sequence[_Brought], scheduled: float, deadline: float) -> dict[str, float]:
         """When each member knows the group, infinite for one that gave up before; the leader comes first in ``led``."""

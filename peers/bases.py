@@ -154,10 +154,11 @@ class BaseKeeper:
         are others.
         """
         initial = self._run.signed_manifest.initial_digests[state.index]
+        possible_versions = self._run.schedule.possible_versions(self._run.clock.now())
         claims = {
             peer: claim
             for peer, claim in self._presence.view.claims(state.index).items()
-            if claim.version > 0 or claim.digest == initial
+            if (claim.version > 0 or claim.digest == initial) and claim.version <= possible_versions
         }
         claims = {peer: claim for peer, claim in claims.items() if self._donors.believed(peer)} or claims
         training = self._presence.present()
@@ -168,7 +169,7 @@ class BaseKeeper:
         return choose_base(
             state.claim if state.version >= 0 else None,
             votes,
-            possible_versions=self._run.schedule.possible_versions(self._run.clock.now()),
+            possible_versions=possible_versions,
             groupmates=state.unresolved_mates,
             ancestors=state.ancestors,
             backers=state.backers - behind if self._run.clock.now() < state.backed_until else (),

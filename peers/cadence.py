@@ -2,16 +2,16 @@
 
 A round goes at the pace of the slowest line in it, so a peer whose line needs most of a tick for a round skips some of
 them, trains on, and fetches the base that the others made before its next one. Cadences are nested: whoever takes part
-in every fourth round meets everybody who takes part in every second, and those all others. So in each round that
-anybody holds there are the peers with the lowest cadence: they make every version, and there is one line of bases.
+in every fourth round meets everybody who takes part in every second, and those all others. A version wants a majority
+of all peers whatever they announce, so rounds are held as often as most of them take part: nobody decides alone, or
+stops the others, by saying that it is fast.
 
 Fragments are staggered, so that a slow line carries something all the time instead of everything at once.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,10 +40,16 @@ def is_due(schedule: Schedule, tick: int, cadence: int) -> bool:
     return (tick // schedule.fragments + schedule.fragment(tick)) % cadence == 0
 
 
-def lowest(cadences: Mapping[str, int]) -> frozenset[str]:
-    """Those that take part in every round that anybody takes part in."""
-    least = min(cadences.values(), default=1)
-    return frozenset(peer for peer, cadence in cadences.items() if cadence == least)
+def pace(cadences: Collection[int]) -> int:
+    """The lowest cadence that most peers keep to: how often a round has a majority."""
+    ordered = sorted(cadences)
+    return ordered[len(ordered) // 2] if ordered else 1
+
+
+def steady(cadences: Mapping[str, int]) -> frozenset[str]:
+    """Those that are in every round that has a majority: most of all."""
+    most = pace(cadences.values())
+    return frozenset(peer for peer, cadence in cadences.items() if cadence <= most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +89,12 @@ def line_use(
 class Cadence:
     """One peer's own cadence, as it announces it and as it keeps it.
 
-    It is raised at once: the others wait for it once in vain at most. It is lowered only when nobody reckons with the
-    higher one any more, at a round in which this peer is due anyhow: a quorum of those that take part in every round
-    is none if they are not the same for everybody.
-
-    :param settle_seconds: for how long others may still reckon with a record that has changed
+    It is raised at once: the others wait for it once in vain at most. It is lowered only after everybody could read of
+    it for a cycle, at a round in which this peer is due anyhow: it would come to rounds for which nobody waits.
     """
 
-    def __init__(self, schedule: Schedule, settle_seconds: float = 0.0) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._settle_ticks = max(schedule.fragments, math.ceil(settle_seconds / schedule.tick_seconds))
         self._kept: CadenceValue = 1
         self._announced: CadenceValue = 1
         self._since_tick = 0
@@ -106,7 +108,7 @@ class Cadence:
         """Whether we take part in a tick's round; ticks are asked for in order."""
         if not is_due(self._schedule, tick, self._kept):
             return False
-        if tick >= self._since_tick + self._settle_ticks:
+        if tick >= self._since_tick + self._schedule.fragments:
             self._kept = self._announced
         return True
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from peers.cadence import lowest
+from peers.cadence import steady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,33 +73,29 @@ def choose_base(
 def in_step(claims: Mapping[str, Claim], cadences: Mapping[str, int]) -> dict[str, Claim]:
     """The claims that say where the swarm is: without those of peers that skip rounds and so are behind.
 
-    Those with the lowest cadence make every version. What this does not stop: a few fast peers decide for many slow
-    ones, if they lie together.
+    Most peers are in every round that has a majority. What this does not stop: those decide for the ones that skip
+    rounds, if they lie together.
 
+    :param claims: without versions that cannot be yet
     :param cadences: of the same peers
     """
-    steady = lowest(cadences)
-    newest = max((claims[peer].version for peer in steady), default=0)
-    return {peer: claim for peer, claim in claims.items() if peer in steady or claim.version >= newest}
+    deciding = steady(cadences)
+    newest = max((claims[peer].version for peer in deciding), default=0)
+    return {peer: claim for peer, claim in claims.items() if peer in deciding or claim.version >= newest}
 
 
-def has_quorum(members: Collection[str], cadences: Mapping[str, int]) -> bool:
+def has_quorum(members: Collection[str], present: Collection[str]) -> bool:
     """Whether a group may make the next version, so that no second group can make a rival one.
 
-    More than half of those peers that take part in every round: a majority of whoever is due now would be no majority
-    of whoever is due at the next tick. Where all have one cadence, exactly half suffices for the half that holds the
-    smallest peer id. At least two members, unless only one takes part in every round.
+    More than half of all training peers, also of those that skip this round: a majority of whoever is due now would be
+    no majority of whoever is due at the next tick, and one peer could make itself all that are due. Exactly half
+    suffices for the half that holds the smallest peer id. At least two members, unless nobody else is there.
 
     :param members: the group, ourselves included
-    :param cadences: of all training peers that are known and reachable, ourselves included; a member that is not among
-        them counts as one that takes part in every round
+    :param present: all training peers that are known and reachable, ourselves included
     """
-    group = set(members)
-    least = min(cadences.values(), default=1)
-    everyone = {**dict.fromkeys(group, least), **cadences}
-    steady = lowest(everyone)
-    inside = len(steady & group)
-    if len(group) < 2 and len(steady) > 1:
-        return False
-    half = len(steady) == len(everyone) and 2 * inside == len(steady) and min(steady) in group
-    return 2 * inside > len(steady) or half
+    everyone = set(present) | set(members)
+    inside = len(set(members))
+    if inside < 2:
+        return inside == len(everyone) == 1
+    return 2 * inside > len(everyone) or (2 * inside == len(everyone) and min(everyone) in members)

@@ -19,7 +19,7 @@ from dht_config.address import Address, parse_addresses
 from dht_config.errors import IdentityError
 from dht_config.keys import manifest_key, profiles_key, run_manifest_key, states_key
 from dht_config.records import FragmentClaim, PeerProfile, SwarmState, software_version
-from peers.cadence import Cadence, is_due
+from peers.cadence import Cadence, is_due, pace
 from peers.context import RunContext
 from peers.contribution import shares
 from peers.daemon import answers_elsewhere, dial, refuses
@@ -67,7 +67,8 @@ class Presence:
         self.caught_up = False
         """Whether our base of any fragment has been the swarm's. Before that nobody should count on us: on a line too
         slow to keep up, a peer that rounds wait for would hold everybody up."""
-        self.cadence = Cadence(run.schedule, RECORD_SECONDS)
+        self.cadence = Cadence(run.schedule)
+        self._own_peer = str(run.settings.identity.peer_id)
         self._goodbye = False
         self._own_record: Member | None = None
         self._known: set[str] = set()
@@ -149,11 +150,10 @@ class Presence:
         run_id = self._run.settings.run_id
         found = await self._run.node.get_many([profiles_key(run_id), states_key(run_id)], float("inf"))
         everyone = read_view(found, run_id, self._run.clock.now())
-        own = str(self._run.settings.identity.peer_id)
-        self._own_record = everyone.members.get(own)
+        self._own_record = everyone.members.get(self._own_peer)
         # A record that a search missed still stands until it expires: a hiccup must not make a peer think it is alone.
         standing = {peer: member for peer, member in self.view.members.items() if member.expires > everyone.read_at}
-        members = {peer: member for peer, member in {**standing, **everyone.members}.items() if peer != own}
+        members = {peer: member for peer, member in {**standing, **everyone.members}.items() if peer != self._own_peer}
         before = self.view.members
         if any(peer not in before or member.expires > before[peer].expires for peer, member in members.items()):
             self._heard_at = everyone.read_at
@@ -233,9 +233,17 @@ class Presence:
 
     def is_quorum(self, members: Collection[str]) -> bool:
         """Whether these peers, ourselves among them, may make the next version of a fragment."""
+        return has_quorum(members, {*self.present(), self._own_peer})
+
+    def is_held(self, tick: int) -> bool:
+        """Whether enough peers for a next version take part in a tick's round, if we do."""
+        return self.is_quorum({*self.expected(tick), self._own_peer})
+
+    def pace(self) -> int:
+        """In which of its rounds a fragment gets a next version that we help to make."""
         cadences = self.view.cadences()
-        known = {peer: cadences[peer] for peer in self.present()}
-        return has_quorum(members, {**known, str(self._run.settings.identity.peer_id): self.cadence.announced})
+        own = self.cadence.announced
+        return max(own, pace([own, *(cadences[peer] for peer in self.present())]))
 
     async def look_for_dead(self, peers: Collection[str]) -> None:
         """Find out which of the peers that failed us ended: their machine answers, but nobody listens there any more.
@@ -253,14 +261,14 @@ class Presence:
 
         await asyncio.gather(*(look(peer) for peer in peers))
 
-    async def confirm_alone(self, tick: int, begins: float) -> None:
+    async def confirm_alone(self, begins: float) -> None:
         """Look again when the tick begins: whoever joins its round has announced itself by then. :raises RoundVoid:"""
         await asyncio.sleep(max(0.0, begins - self._run.clock.now()))
         try:
             await self.refresh()
         except TRANSPORT_ERRORS as error:
             raise RoundVoid("the records of other peers could not be read") from error
-        if self.expected(tick) and not self.is_quorum({str(self._run.settings.identity.peer_id)}):
+        if not self.is_quorum({self._own_peer}):
             raise RoundVoid("another peer has just joined; averaging with it from the next round on")
         neighbours = list(self._run.node.protocol.routing_table.uid_to_peer_id.values())[:ALONE_NEIGHBOURS]
         if any(await asyncio.gather(*(self._run.node.protocol.call_ping(peer) for peer in neighbours))):

@@ -144,11 +144,14 @@ class RoundKeeper:
             "attempts": 0,
             "bytes_sent": 0,
             "bytes_received": 0,
-            "cadence": self._presence.cadence.announced,
+            "cadence": self._presence.pace(),
             "due": self._presence.cadence.is_due(tick),
         }
         if not report["due"]:
-            report["reason"] = f"on its line this peer takes part in 1 of {report['cadence']} rounds"
+            report["reason"] = f"on its line this peer takes part in 1 of {self._presence.cadence.announced} rounds"
+        elif not self._presence.is_held(tick):
+            report["due"] = False
+            report["reason"] = "most peers skip this round: their lines do not carry more"
         elif state.busy.locked():
             report["reason"] = "the previous round or a fetch of this fragment is still under way"
             self._took_part(tick, late=True)
@@ -304,7 +307,7 @@ class RoundKeeper:
         expected, taken, spans = self._presence.expected(brought.tick), brought.taken, brought.spans
         me = GroupMember(peer_id=self._run.p2p.peer_id, spans=spans, samples=taken.samples, steps=taken.steps)
         if not expected:
-            await self._presence.confirm_alone(brought.tick, begins)
+            await self._presence.confirm_alone(begins)
             return b"alone", (me,)
         announcement = RoundAnnouncement(
             fragment=state.index,
@@ -341,8 +344,8 @@ class RoundKeeper:
         self._found_nobody = found is None
         if found is None:
             await self._presence.look_for_dead(expected)
-            if not self._presence.expected(brought.tick) or self._presence.is_quorum({str(me.peer_id)}):
-                await self._presence.confirm_alone(brought.tick, begins)
+            if self._presence.is_quorum({str(me.peer_id)}):
+                await self._presence.confirm_alone(begins)
                 return b"alone", (me,)
             raise _Lost(f"no group of enough of the {len(expected) + 1} training peers came together")
         return found

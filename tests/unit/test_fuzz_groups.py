@@ -131,7 +131,7 @@ class Follower:
             servicer_type=Leader,
             matchmaking_seconds=SEARCH_SECONDS,
             size=SIZE,
-            is_quorum=lambda members: has_quorum(members, {str(self.leader.peer_id): 1}),
+            is_quorum=lambda members: has_quorum(members, {str(self.leader.peer_id)}),
             possible_samples=lambda: POSSIBLE_SAMPLES,
             silent_leaders=self.silent,
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from dht_config.records import PeerProfile
+from peers.cadence import CADENCES
 from peers.clock import Schedule
 from peers.membership import Member, View
 from peers.presence import Presence
@@ -70,9 +71,9 @@ class Records(Presence):
         """The records are as they are."""
 
 
-def alone(records: Records, tick: int) -> bool:
+def alone(records: Records) -> bool:
     try:
-        asyncio.run(records.confirm_alone(tick, begins=0.0))
+        asyncio.run(records.confirm_alone(begins=0.0))
     except RoundVoid:
         return False
     return True
@@ -86,23 +87,40 @@ def test_a_round_waits_for_those_who_take_part_in_it() -> None:
     assert records.present() == {"fast", "slow"}
 
 
-def test_the_only_peer_that_takes_part_in_every_round_goes_on_without_the_slow_ones() -> None:
+def test_a_round_is_held_if_most_peers_take_part_in_it() -> None:
+    records = Records()
+    records.others(one=member(), slow=member(cadence=4))
+    assert records.is_held(0) and records.is_held(2), "two of three"
+    assert records.pace() == 1
+    records.others(one=member(), slow=member(cadence=4), slower=member(cadence=4), slowest=member(cadence=4))
+    assert records.is_held(0) and not records.is_held(2)
+    assert records.pace() == 4
+
+
+def test_whatever_one_peer_announces_the_others_go_on_without_it() -> None:
+    records = Records()
+    for cadence in CADENCES:
+        records.others(silent=member(cadence=cadence), two=member(cadence=2), three=member(cadence=2))
+        assert records.is_quorum({"own", "two", "three"})
+        assert not records.is_quorum({"silent"})
+
+
+def test_nobody_is_alone_while_others_skip_a_round() -> None:
     records = Records()
     records.others(slow=member(cadence=4))
-    assert alone(records, 0) and alone(records, 2)
-    records.others(slow=member(cadence=4), fast=member())
-    assert not alone(records, 2)
+    assert not records.expected(2)
+    assert not alone(records)
 
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_who_hears_of_nobody_is_alone_only_if_somebody_answers(answers: bool) -> None:
-    assert alone(Records(neighbours_answer=answers), 0) == answers
+    assert alone(Records(neighbours_answer=answers)) == answers
 
 
 def test_who_has_said_goodbye_makes_no_base_alone() -> None:
     """Two peers that leave at once each read that the other is gone: both would make a next version."""
     records = Records()
     records.others(other=member("leaving"))
-    assert alone(records, 0)
+    assert alone(records)
     asyncio.run(records.publish("leaving"))
-    assert not alone(records, 0)
+    assert not alone(records)
