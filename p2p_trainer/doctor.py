@@ -27,7 +27,7 @@ from dht_config.manifest import RunManifest
 from p2p_trainer.devices import nvidia_device_present, pick_device
 from p2p_trainer.findings import Finding, Note, Report, not_known, run_isolated
 from p2p_trainer.hardware import read_device
-from p2p_trainer.limits import free_disk_bytes, read_limits
+from p2p_trainer.limits import free_disk_bytes, nearest_existing, read_limits
 from p2p_trainer.machine_checks import (
     Need,
     judge_device,
@@ -182,7 +182,7 @@ def _look_at_memory(patient: Patient, need: Need) -> Finding:
 
 def _look_at_disk(patient: Patient, need: Need) -> Finding:
     directory = patient.directory
-    there = next(parent for parent in (directory, *directory.absolute().parents) if parent.exists())
+    there = nearest_existing(directory)
     writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
     return judge_disk(directory, free_disk_bytes(directory), writable=writable, need=need)
 

@@ -99,9 +99,14 @@ def read_limits() -> Limits:
 
 def free_disk_bytes(directory: Path) -> int | None:
     """Free for this user where a directory is, or will be made."""
-    there = next((parent for parent in (directory, *directory.absolute().parents) if parent.exists()), None)
-    usage = _usage(there) if there is not None else None
+    usage = _usage(nearest_existing(directory))
     return usage[1] if usage else None
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the nearest of its parents that is there as far as this user may see."""
+    # Path.exists raises PermissionError below a directory that this user may not enter.
+    return next(parent for parent in (path, *path.absolute().parents, Path("/")) if os.path.exists(parent))
 
 
 def raise_open_file_limit() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from dht_config.errors import DirectoryError, RecordError
 from dht_config.identity import Identity, OrganiserKey, load_or_create_identity, load_or_create_organiser_key
 from dht_config.records import SignedManifest
+from p2p_trainer.limits import nearest_existing
 from peers.daemon import make_socket_directory
 
 
@@ -111,11 +112,11 @@ def remembered_port(path: Path) -> int:
 
 def _unusable(path: Path, error: OSError) -> DirectoryError:
     """Say what is in the way of a directory, and what helps against just that."""
-    if path.exists() and not path.is_dir():
+    there = nearest_existing(path)
+    if there == path and not path.is_dir():
         return DirectoryError(
             f"{path} is a file, not a directory.", "Give --dir a directory, or a name that does not exist yet."
         )
-    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not there.is_dir():
         return DirectoryError(
             f"The directory {path} cannot be made: {there} is a file.", "Give --dir a path that leads through no file."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -9,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from dht_config.errors import ExitCode
+from dht_config.errors import DirectoryError, ExitCode
 from p2p_trainer.limits import (
     LEAST_OPEN_FILES,
     GroupLimits,
+    free_disk_bytes,
+    nearest_existing,
     parse_bytes,
     parse_cpu_max,
     parse_mounts,
     parse_own_groups,
     read_group_limits,
 )
+from p2p_trainer.run_directory import RunDirectory
 
 GIGABYTE = 10**9
 
@@ -177,3 +181,20 @@ def test_a_hard_limit_that_does_not_suffice_names_the_flags() -> None:
     said = started(LEAST_OPEN_FILES - 1, LEAST_OPEN_FILES - 1)
     assert said.startswith(f"{int(ExitCode.LIMITS)} ")
     assert "ulimit -n" in said and "--ulimit nofile=" in said
+
+
+def test_a_directory_below_one_that_this_user_may_not_enter(tmp_path: Path) -> None:
+    """Path.exists raises there: a volunteer gets a remedy all the same."""
+    closed = tmp_path / "others"
+    closed.mkdir(mode=0o600)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        assert nearest_existing(closed / "mine" / "peer") in (closed, *closed.parents)
+        assert free_disk_bytes(closed / "mine") is not None
+        with pytest.raises(DirectoryError, match="--dir"):
+            RunDirectory(closed / "mine")
+    finally:
+        os.seteuid(user)
+        closed.chmod(0o700)
