@@ -113,7 +113,14 @@ def judge_port(back: DialledBack, own: Collection[str]) -> Finding:
             remedy=_open_the_port(back.port, outside[0].host if outside else "", own),
         )
     said = f"{len(reached)} of {len(tried)} peer(s) reached port {back.port} at {reached[0].host}"
-    if not any(answer.reached for answer in outside):
+    if outside and not any(answer.reached for answer in outside):
+        return Finding(
+            check="port",
+            ok=False,
+            cause=f"{said}, inside this network; none of {len(outside)} outside reached it at {outside[0].host}.",
+            remedy=_open_the_port(back.port, outside[0].host, own),
+        )
+    if not outside:
         return not_known("port", f"{said}, inside this network; nobody outside of it was there to ask.")
     return Finding(check="port", ok=True, cause=f"{said}.")
 
