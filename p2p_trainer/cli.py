@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -496,8 +497,9 @@ class _Reporting:
         print(f"p2p-trainer: {one_line}", file=sys.stderr, flush=True)
         if excerpt:
             print(excerpt, file=sys.stderr, flush=True)
-        for line in self.look_into():
-            print(line, file=sys.stderr, flush=True)
+        with suppress(KeyboardInterrupt):  # the failure has been told: whoever does not wait for more gets its code
+            for line in self.look_into():
+                print(line, file=sys.stderr, flush=True)
         raise typer.Exit(int(code)) from None
 
 

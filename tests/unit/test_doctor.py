@@ -14,6 +14,7 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from dht_config.address import parse_address
@@ -24,7 +25,7 @@ from dht_config.manifest import PROTOCOL_VERSION, parse_manifest
 from dht_config.manifest import example_manifest as example
 from dht_config.records import PeerProfile, SignedManifest, sign_manifest
 from p2p_trainer import doctor
-from p2p_trainer.cli import app
+from p2p_trainer.cli import _Reporting, app
 from p2p_trainer.doctor import CHECKS, MACHINE_CHECKS, SWARM_CHECKS, Patient, examine_machine, failing_lines
 from p2p_trainer.findings import Finding
 from p2p_trainer.hardware import DeviceFacts
@@ -430,3 +431,13 @@ def test_a_target_decides_where_the_state_is() -> None:
     target = Target(run_id="digits-0123456789abcdef")
     assert Patient(settings=PeerSettings(), target=target, addresses=()).directory.parts[-2:] == (target.run_id, "peer")
     assert Patient(settings=PeerSettings(dir=Path("x")), target=target, addresses=()).directory == Path("x")
+
+
+def test_who_does_not_wait_for_the_look_at_the_machine_gets_the_failures_exit_code() -> None:
+    def interrupted() -> list[str]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit) as ended, _Reporting(as_json=False) as reporting:
+        reporting.look_into = interrupted
+        raise DeviceError("cuda:0 is not there.", "Check it.")
+    assert ended.value.exit_code == int(ExitCode.DEVICE)
