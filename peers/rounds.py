@@ -234,8 +234,9 @@ class RoundKeeper:
                 await self._presence.refresh()
             except TRANSPORT_ERRORS as error:
                 raise RoundVoid("the records of other peers could not be read") from error
-            if self._bases.better_claim(state) is not None:
-                raise RoundVoid("others have made the next base, which is fetched")
+        # Whoever is alone has just read the records anew: after a long sleep a serving peer may hold what others made.
+        if (attempt or len(members) == 1) and self._bases.better_claim(state) is not None:
+            raise RoundVoid("others have made the next base, which is fetched")
         plan = plan_round(
             group_id=group_id,
             tick=brought.tick,
