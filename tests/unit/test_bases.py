@@ -86,7 +86,7 @@ class Peer:
         presence = SimpleNamespace(
             view=SimpleNamespace(
                 claims=lambda fragment: swarm.claims(fragment, self.name),
-                cadences=lambda: {str(peer.id): 1 for peer in swarm.peers.values()},
+                cadences=lambda: {str(peer.id): swarm.cadence_of(peer.name) for peer in swarm.peers.values()},
             ),
             present=swarm.training,
             leaving=lambda: swarm.leaving,
@@ -146,6 +146,7 @@ class Swarm:
         self.calls: list[tuple[str, str]] = []
         self.tamper: Tamper = lambda donor, asker, answer: answer
         self.on_refresh: Callable[[], None] = lambda: None
+        self.cadence_of: Callable[[str], int] = lambda name: 1
         self.now = 0.0
 
     async def add(self, name: str, version: int = -1) -> Peer:
@@ -237,6 +238,23 @@ def test_a_liar_with_a_better_claim_keeps_nobody_out() -> None:
         assert_same_bases(newcomer, honest)
 
     asyncio.run(scene())
+
+
+def test_versions_that_cannot_be_yet_silence_nobody() -> None:
+    """Peers that skip rounds have no vote while others are ahead: not because those say so of what cannot be."""
+
+    async def scene() -> None:
+        swarm = Swarm()
+        swarm.cadence_of = lambda name: 4 if name == "donor-slow" else 1
+        slow = await swarm.add("donor-slow", 3)
+        for name in ("donor-liar-1", "donor-liar-2"):
+            await swarm.add(name, 10**6)
+        assert 3 < swarm.schedule.possible_versions(0.0) < 10**6
+        newcomer = await swarm.add("new")
+        await newcomer.sync()
+        assert_same_bases(newcomer, slow)
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
 
 
 def test_on_a_line_that_needs_longer_than_a_cycle_a_newcomer_gets_in_with_what_was_frozen_for_it() -> None:
