@@ -145,7 +145,7 @@ def rehearse(options: RehearseOptions, *, console: Console | None = None, comman
             lines(scene, console, BOOTSTRAP) as network,
             memories(scene, console) as memory,
         ):
-            rehearsal = _Rehearsal(
+            rehearsal = Rehearsal(
                 directory=directory,
                 scene=scene,
                 network=network,
@@ -184,8 +184,11 @@ class _Part:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Rehearsal:
-    """The processes of one rehearsal, from the first start to the last goodbye."""
+class Rehearsal:
+    """The processes of one rehearsal, from the first start to the last goodbye.
+
+    ``rehearse`` wraps it for people; benchmarks use it with a network of their own, whose lines they change meanwhile.
+    """
 
     directory: Path
     scene: Scene
@@ -431,6 +434,14 @@ class _Rehearsal:
     def _kill(self) -> None:
         for place in self._places():
             place.end()
+
+    def pids(self) -> dict[str, int]:
+        """The peers that live, by name. May be called from another thread."""
+        return {
+            part.peer.name: part.place.process.pid
+            for part in self.parts
+            if part.place.process is not None and part.place.is_alive
+        }
 
     def _places(self) -> list[RehearsedProcess]:
         return [self.bootstrap, *(part.place for part in self.parts)]

@@ -797,13 +797,13 @@ def test_ctrl_c_and_term_end_every_process(
     console, _ = quiet_console(tmp_path)
     before = children()
     handler = signal.getsignal(signal.SIGTERM)
-    train = rehearse_module._Rehearsal._train
+    train = rehearse_module.Rehearsal._train
 
-    def interrupted(self: rehearse_module._Rehearsal) -> None:
+    def interrupted(self: rehearse_module.Rehearsal) -> None:
         os.kill(os.getpid(), number)
         train(self)
 
-    monkeypatch.setattr(rehearse_module._Rehearsal, "_train", interrupted)
+    monkeypatch.setattr(rehearse_module.Rehearsal, "_train", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rehearse(options(tmp_path, seconds=60.0), console=console, commands=Pretenders(tmp_path))
     assert children() == before

@@ -1,0 +1,412 @@
+"""One run of one contender of ``side_by_side.py``: its processes over emulated lines, watched, and what they did.
+
+Rivals are processes of ``side_by_side_rivals.py``; ours is what ``p2p-trainer rehearse`` starts, the product's own
+commands. Lines, kills and counters are the same for all: bytes are those of each peer's device in its own network
+namespace, CPU seconds those of every process below this one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import side_by_side_rivals as rivals
+import torch
+from rich.console import Console
+from side_by_side_figures import PeerRun, Run, Series, curve_of_evaluations, curve_of_snapshots, increase
+from side_by_side_scenes import CYCLE_SECONDS, RUN, BenchmarkScene, Flapping, batches
+from torch import nn
+
+from dht_config.errors import RehearsalError
+from p2p_trainer.links import LinkSpec, Network
+from p2p_trainer.metrics import read_metrics
+from p2p_trainer.rehearsal_view import Status
+from p2p_trainer.rehearse import BOOTSTRAP, Rehearsal
+from p2p_trainer.rehearsed_processes import ProgramCommands, RehearsedProcess
+from p2p_trainer.report import Report
+from p2p_trainer.scene import EmulatedPeer, Life, Scene, Stay
+from p2p_trainer.settings import PeerSettings
+from p2p_trainer.tasks import mean_loss
+
+READY_SECONDS = 300.0
+POLL_SECONDS = 0.2
+OBSERVE_SECONDS = 1.0
+GO_SECONDS = 1.0
+HELD_OUT_SAMPLES: int = PeerSettings.model_fields["eval_samples"].default
+"""What ours evaluates on; the rivals' snapshots are evaluated on the same."""
+_PR_SET_CHILD_SUBREAPER = 36
+_COUNTERS = re.compile(rf"^\s*{rivals.DEVICE}:\s*(.*)$", re.MULTILINE)
+_HIVEMIND_SOCKET = re.compile(r"/tmp/hivemind-p2p(?:d|client)-[\w-]+\.sock")
+
+
+class Observer:
+    """Counts bytes and CPU seconds while a contender runs, in a thread.
+
+    :param pids: the peers that live, by name
+    """
+
+    def __init__(self, pids: Callable[[], Mapping[str, int]]) -> None:
+        self._pids = pids
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
+        self.received: dict[str, Series] = {}
+        """By peer: (unix s, bytes so far); as for everything here."""
+        self.sent: dict[str, Series] = {}
+        self.cpu: Series = []
+        """Seconds of all processes below this one."""
+        self.machine: Series = []
+        """CPU seconds of whatever ran on this machine."""
+        self.sockets: set[Path] = set()
+        """Of hivemind's daemons, which leaves them behind."""
+        self._cpu_seconds: dict[tuple[int, float], float] = {}
+
+    def __enter__(self) -> Observer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(OBSERVE_SECONDS):
+            now = time.time()
+            for name, pid in self._pids().items():
+                if (counters := _counters(pid)) is not None:
+                    self.received.setdefault(name, []).append((now, counters[0]))
+                    self.sent.setdefault(name, []).append((now, counters[1]))
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                    times = process.cpu_times()
+                    self._cpu_seconds[process.pid, process.create_time()] = times.user + times.system
+                    if process.name() == "p2pd":
+                        self.sockets |= {Path(path) for path in _HIVEMIND_SOCKET.findall(" ".join(process.cmdline()))}
+            self.cpu.append((now, sum(self._cpu_seconds.values())))
+            all_times = psutil.cpu_times()
+            self.machine.append((now, sum(all_times) - all_times.idle - all_times.iowait - all_times.guest))
+
+
+def _counters(pid: int) -> tuple[float, float] | None:
+    """Bytes that came in and went out over the device of the namespace that a process is in."""
+    with suppress(OSError):
+        if found := _COUNTERS.search(Path(f"/proc/{pid}/net/dev").read_text()):
+            fields = found[1].split()
+            return float(fields[0]), float(fields[8])
+    return None
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Whatever is started below ends with this context: orphans come to this process, and are ended by their handle."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        yield
+    finally:
+        ours = set(psutil.Process().children(recursive=True)) - before
+        for process in ours:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(ours, timeout=10)
+
+
+class Flapper:
+    """Takes lines down and up again, in a thread, from ``start`` until the context ends."""
+
+    def __init__(self, network: Network, names: tuple[str, ...], seconds: float) -> None:
+        self._network, self._names = network, names
+        self._seconds = seconds
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="flapper", daemon=True)
+
+    def start(self) -> None:
+        if self._names and not self._thread.is_alive():
+            self._thread.start()
+
+    def __enter__(self) -> Flapper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        for at, up in Flapping().moments(self._seconds):
+            if self._end.wait(max(0.0, began + at - time.monotonic())):
+                return
+            for name in self._names:
+                (self._network.up if up else self._network.down)(name)
+
+
+def run_rival(scene: BenchmarkScene, contender: str, seed: int, directory: Path, say: Callable[[str], None]) -> Run:
+    """Run a contender of ``side_by_side_rivals`` for the scene's time. Raises: RehearsalError if it does not begin."""
+    peers = scene.taking_part(contender)
+    places = {
+        peer.name: RehearsedProcess(name=peer.name, directory=directory / str(index), log=directory / f"{index}.log")
+        for index, peer in enumerate(peers)
+    }
+    network = Network({peer.name: peer.link or LinkSpec() for peer in peers}, seed=seed)
+
+    def pids() -> dict[str, int]:
+        return {name: place.process.pid for name, place in places.items() if place.process and place.is_alive}
+
+    with network, nothing_left_behind(), Observer(pids) as observer:
+        try:
+            _start(scene, contender, seed, directory, peers, places, network)
+            _wait_until_ready(places)
+            began_at = time.time() + GO_SECONDS
+            rivals.publish(directory / "go", repr(began_at))
+            say(f"{contender}: {len(peers)} peers train for {scene.seconds:g} s")
+            with Flapper(network, scene.flapping if len(peers) > 1 else (), scene.seconds) as flapper:
+                flapper.start()
+                _play(scene, places, began_at)
+        finally:
+            for place in places.values():
+                place.crash()
+            for socket in observer.sockets:
+                socket.unlink(missing_ok=True)
+    return _rival_run(scene, contender, seed, directory, peers, observer, began_at)
+
+
+def _start(
+    scene: BenchmarkScene,
+    contender: str,
+    seed: int,
+    directory: Path,
+    peers: tuple[EmulatedPeer, ...],
+    places: Mapping[str, RehearsedProcess],
+    network: Network,
+) -> None:
+    speeds = tuple(peer.samples_per_second for peer in peers)
+    config = rivals.RivalConfig(
+        contender=contender,
+        run=RUN,
+        seed=seed,
+        speeds=speeds,
+        hosts=tuple(network.address(peer.name) for peer in peers),
+        batches=tuple(batches(contender, speeds, rivals.load_manifest(RUN).inner_optimizer.batch_size)),
+        target_batch=round(scene.samples_per_second * CYCLE_SECONDS),
+        directory=str(directory),
+    )
+    path = directory / "config.json"
+    path.write_text(json.dumps(asdict(config)))
+    for index, (name, place) in enumerate(places.items()):
+        place.directory.mkdir()
+        command = rivals.command(path, index)
+        place.start(network.command(name, command), {**os.environ, "PYTHONUNBUFFERED": "1"})
+
+
+def _wait_until_ready(places: Mapping[str, RehearsedProcess]) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    waiting = list(places.values())
+    while waiting := [place for place in waiting if not _events(place.metrics, "ready")]:
+        dead = next((place for place in waiting if not place.is_alive), None)
+        if dead is not None or time.monotonic() > deadline:
+            place = dead or waiting[0]
+            raise RehearsalError(
+                problem=f"Peer {place.name} {'ended' if dead else 'was not ready in time'}.",
+                remedy="\n".join(place.log_tail()),
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _play(scene: BenchmarkScene, places: Mapping[str, RehearsedProcess], began_at: float) -> None:
+    """Until the time is over, or nobody lives who could go on."""
+    to_kill = list(scene.killed)
+    while (now := time.time() - began_at) < scene.seconds:
+        if scene.kill_at_seconds is not None and now >= scene.kill_at_seconds:
+            for name in to_kill:
+                places[name].crash()
+            to_kill = []
+        if not any(place.is_alive for place in places.values()):
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _rival_run(
+    scene: BenchmarkScene,
+    contender: str,
+    seed: int,
+    directory: Path,
+    peers: tuple[EmulatedPeer, ...],
+    observer: Observer,
+    began_at: float,
+) -> Run:
+    ended_at = began_at + scene.seconds
+    runs, processed, rounds, ended = [], [], 0, ""
+    for index, peer in enumerate(peers):
+        path = directory / str(index) / "metrics.jsonl"
+        steps = [event for event in _events(path, "step") if event["time"] <= ended_at]
+        ready = _events(path, "ready")[0]
+        ended = ended or next((event["reason"] for event in _events(path, "ended") if event["time"] <= ended_at), "")
+        last = steps[-1] if steps else {}
+        rounds = max(rounds, last.get("rounds", 0))
+        done = last.get("processed_samples", 0)
+        processed.append([(began_at, 0.0), *((event["time"], event["processed_samples"]) for event in steps)])
+        runs.append(
+            PeerRun(
+                name=peer.name,
+                solo=ready["samples_per_second"],
+                lived_seconds=scene.lived_seconds(peer.name),
+                processed=done,
+                credited=done - last.get("rejected_samples", 0),
+                bytes_received=increase(observer.received.get(peer.name, []), (began_at, ended_at)),
+                bytes_sent=increase(observer.sent.get(peer.name, []), (began_at, ended_at)),
+                progress=[
+                    (event["time"] - began_at, event["processed_samples"] - event["rejected_samples"])
+                    for event in steps
+                ],
+            )
+        )
+    losses, parameters = _evaluate(directory / "0")
+    return Run.of(
+        contender=contender,
+        seed=seed,
+        scene=scene,
+        peers=runs,
+        rounds=rounds,
+        parameters=parameters,
+        curve=curve_of_snapshots(losses, processed, began_at, ended_at),
+        cpu=observer.cpu,
+        machine=observer.machine,
+        window=(began_at, ended_at),
+        killed_at=scene.kill_at_seconds,
+        ended=ended,
+    )
+
+
+def _evaluate(directory: Path) -> tuple[Series, int]:
+    """(unix s, held-out loss) of every snapshot of a peer, and the number of parameters."""
+    task = rivals.task_of(rivals.load_manifest(RUN))
+    model, held_out = task.build_model(), task.held_out(HELD_OUT_SAMPLES, HELD_OUT_SAMPLES)
+    losses = []
+    for event in _events(directory / "metrics.jsonl", "snapshot"):
+        nn.utils.vector_to_parameters(torch.from_numpy(np.load(directory / event["file"])), model.parameters())
+        losses.append((float(event["time"]), mean_loss(task, model, held_out)))
+    return losses, sum(parameter.numel() for parameter in model.parameters())
+
+
+def run_ours(scene: BenchmarkScene, contender: str, seed: int, directory: Path, say: Callable[[str], None]) -> Run:
+    """The product, by the commands that a rehearsal types. Raises: RehearsalError if it does not come to an end."""
+    peers = scene.taking_part(contender)
+    killed_at = Life(stays=(Stay(0.0, scene.kill_at_seconds or 0.0, killed=True),))
+    played = Scene(
+        peers=tuple(
+            EmulatedPeer(
+                name=peer.name,
+                samples_per_second=peer.samples_per_second,
+                link=peer.link,
+                life=killed_at if peer.name in scene.killed else Life(),
+            )
+            for peer in peers
+        ),
+        seconds=scene.seconds,
+        seed=seed,
+        run=RUN,
+    )
+    names = {peer.name for peer in peers}
+    network = Network({BOOTSTRAP: LinkSpec(), **{peer.name: peer.link or LinkSpec() for peer in peers}}, seed=seed)
+    console = Console(quiet=True)
+    flapping = tuple(name for name in scene.flapping if name in names)
+    with network, nothing_left_behind(), Flapper(network, flapping, scene.seconds) as flapper:
+        rehearsal = Rehearsal(
+            directory=directory,
+            scene=played,
+            network=network,
+            commands=ProgramCommands(),
+            console=console,
+            status=_Watched(console, flapper, lambda: say(f"{contender}: {len(peers)} peers train")),
+        )
+        with Observer(rehearsal.pids) as observer:
+            report = rehearsal.run(RUN, rivals.load_manifest(RUN))
+    return _our_run(scene, contender, seed, directory, report, observer)
+
+
+class _Watched(Status):
+    """Learns from a rehearsal that all peers train."""
+
+    def __init__(self, console: Console, flapper: Flapper, started: Callable[[], None]) -> None:
+        super().__init__(console)
+        self._flapper, self._started, self._training = flapper, started, False
+
+    def show(self, phase: str, detail: str = "") -> None:
+        if phase.endswith("training") and not self._training:
+            self._training = True
+            self._started()
+            self._flapper.start()
+
+
+def _our_run(
+    scene: BenchmarkScene, contender: str, seed: int, directory: Path, report: Report, observer: Observer
+) -> Run:
+    events = {peer.name: read_metrics(directory / f"peer-{peer.name}" / "metrics.jsonl") for peer in report.peers}
+    started = {name: min(_times(found, "training_started")) for name, found in events.items()}
+    began_at, all_there_at = min(started.values()), max(started.values())
+    window = (all_there_at, all_there_at + scene.seconds)
+    committed = {
+        (event["fragment"], event["version"])
+        for found in events.values()
+        for event in found
+        if event["event"] == "round" and event["outcome"] == "committed" and window[0] <= event["time"] <= window[1]
+    }
+    runs = [
+        PeerRun(
+            name=peer.name,
+            solo=peer.solo_samples_per_second,
+            lived_seconds=peer.window_seconds,
+            processed=peer.processed_samples,
+            credited=peer.credited_samples,
+            bytes_received=increase(observer.received.get(peer.name, []), window),
+            bytes_sent=increase(observer.sent.get(peer.name, []), window),
+            progress=[
+                (event["time"] - all_there_at, event["credited_samples"])
+                for event in events[peer.name]
+                if event["event"] == "account"
+            ],
+            seconds_to_first_credit=peer.seconds_to_first_credit,
+        )
+        for peer in report.peers
+    ]
+    killed_at = [max(float(event["time"]) for event in events[name]) - window[0] for name in scene.killed]
+    evaluations = [event for found in events.values() for event in found if event["event"] == "eval"]
+    return Run.of(
+        contender=contender,
+        seed=seed,
+        scene=scene,
+        peers=runs,
+        rounds=len(committed) / report.fragments,
+        parameters=_parameters(events),
+        curve=curve_of_evaluations(evaluations, began_at),
+        cpu=observer.cpu,
+        machine=observer.machine,
+        window=window,
+        counted=report.efficiency * sum(run.solo * run.lived_seconds for run in runs),
+        killed_at=max(killed_at, default=None),
+    )
+
+
+def _parameters(events: Mapping[str, list[dict[str, Any]]]) -> int:
+    """Of the model, as peers that said goodbye wrote them down."""
+    goodbye = next(event for found in events.values() for event in found if event["event"] == "leave")
+    return sum(int(fragment["parameters"]) for fragment in goodbye["fragments"])
+
+
+def _events(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_metrics(path) if event["event"] == kind]
+
+
+def _times(events: list[dict[str, Any]], kind: str) -> list[float]:
+    return [float(event["time"]) for event in events if event["event"] == kind]
