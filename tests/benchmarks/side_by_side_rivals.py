@@ -29,6 +29,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -232,6 +233,7 @@ def train_ddp(rival: Rival) -> None:
 def train_hivemind(rival: Rival) -> None:
     """hivemind.Optimizer as it comes."""
     import hivemind
+    from hivemind.optim.grad_averager import GradientAverager
 
     config, section, size = rival.config, rival.section, rival.batch_size
     mode = HIVEMIND_MODES[config.contender]
@@ -242,13 +244,16 @@ def train_hivemind(rival: Rival) -> None:
     if rival.index == 0:
         publish(rival.shared / "address", str(dht.get_visible_maddrs()[0]))
 
-    def build(groups: Sequence[Any]) -> torch.optim.Optimizer:
-        parameters = [one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])]
+    def build(groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+        parameters = [parameter for group in groups for parameter in group["params"]]
         optimizer = build_inner_optimizer(parameters, section)
         optimizer.register_step_pre_hook(lambda *_: clip(parameters, section.clip_norm))
         return optimizer
 
-    parameters = list(rival.model.parameters())
+    # The factory must make as many groups as it is given.
+    groups = build_inner_optimizer(rival.model.parameters(), section).param_groups
+    # It warns of deadlocks if this is as long as the matchmaking, which its default is.
+    patience = {"request_timeout": 1.0}
     delayed = "delay_grad_averaging" in mode
     optimizer = hivemind.Optimizer(
         dht=dht,
@@ -256,10 +261,12 @@ def train_hivemind(rival: Rival) -> None:
         batch_size_per_step=size,
         target_batch_size=config.target_batch,
         # Only a factory and parameters can be delayed; they are offloaded by default.
-        optimizer=build if delayed else build(parameters),
-        params=parameters if delayed else None,
+        optimizer=build if delayed else build(groups),
+        params=groups if delayed else None,
         matchmaking_time=3.0,
         averaging_timeout=10.0,
+        averager_opts=patience,
+        grad_averager_factory=None if "use_local_updates" in mode else partial(GradientAverager, **patience),
         **mode,
     )
     _count_rejected(rival, optimizer)
@@ -334,7 +341,8 @@ def main() -> None:
         TRAIN[rival.config.contender](rival)
     except Exception as error:  # a peer that others left is a result
         rival.metrics.write("ended", reason=f"{type(error).__name__}: {error}".splitlines()[0][:200])
-        raise SystemExit(1) from error
+        traceback.print_exc()
+        os._exit(1)  # threads of hivemind would go on
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ class Observer:
         """Seconds of all processes below this one."""
         self.machine: Series = []
         """CPU seconds of whatever ran on this machine."""
-        self.sockets: set[Path] = set()
-        """Of hivemind's daemons, which leaves them behind."""
+        self.sockets: set[str] = set()
+        """Paths of hivemind's sockets, which a peer that is killed leaves behind."""
         self._cpu_seconds: dict[tuple[int, float], float] = {}
 
     def __enter__(self) -> Observer:
@@ -83,6 +83,8 @@ class Observer:
         while not self._end.wait(OBSERVE_SECONDS):
             now = time.time()
             for name, pid in self._pids().items():
+                with suppress(OSError):
+                    self.sockets |= set(_HIVEMIND_SOCKET.findall(Path(f"/proc/{pid}/net/unix").read_text()))
                 if (counters := _counters(pid)) is not None:
                     self.received.setdefault(name, []).append((now, counters[0]))
                     self.sent.setdefault(name, []).append((now, counters[1]))
@@ -90,8 +92,6 @@ class Observer:
                 with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                     times = process.cpu_times()
                     self._cpu_seconds[process.pid, process.create_time()] = times.user + times.system
-                    if process.name() == "p2pd":
-                        self.sockets |= {Path(path) for path in _HIVEMIND_SOCKET.findall(" ".join(process.cmdline()))}
             self.cpu.append((now, sum(self._cpu_seconds.values())))
             all_times = psutil.cpu_times()
             self.machine.append((now, sum(all_times) - all_times.idle - all_times.iowait - all_times.guest))
@@ -177,7 +177,7 @@ def run_rival(scene: BenchmarkScene, contender: str, seed: int, directory: Path,
             for place in places.values():
                 place.crash()
             for socket in observer.sockets:
-                socket.unlink(missing_ok=True)
+                Path(socket).unlink(missing_ok=True)
     return _rival_run(scene, contender, seed, directory, peers, observer, began_at)
 
 

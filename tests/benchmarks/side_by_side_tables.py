@@ -29,7 +29,7 @@ def rows(document: Mapping[str, Any]) -> list[list[str]]:
     header = [
         *("", "efficiency", *(f"s to loss {loss}" for loss in losses), "x ours"),
         *(f"loss at {document['equal_samples']:.0f} samples", "loss at the end"),
-        *("B/param. and round up", "down", "kB/s up", "down", "compute / waiting / rejected", "CPU"),
+        *("B/param. and round up", "down", "kB/s up", "down", "compute / waiting / rejected", "CPU (all that ran)"),
     ]
     return [header, *(_row(name, table, losses) for name, table in document["contenders"].items())]
 
@@ -47,7 +47,7 @@ def _row(name: str, table: Mapping[str, Any], losses: list[str]) -> list[str]:
         *(_number(table[f"bytes_per_parameter_{way}"], 1) for way in ("up", "down")),
         *(_number(table[f"kilobytes_per_second_{way}"], 0) for way in ("up", "down")),
         " / ".join(f"{part:.0f} %" for part in parts),
-        f"{100 * table['cpu_share']:.0f} %",
+        f"{100 * table['cpu_share']:.0f} % ({100 * table['machine_share']:.0f} %)",
     ]
 
 
