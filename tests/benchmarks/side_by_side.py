@@ -11,7 +11,8 @@ hivemind_sync, hivemind_delayed, hivemind_local   ``hivemind.Optimizer`` 1.1.12:
                   and offloaded; local updates with averaged states
 fastest_alone     the fastest peer, on its own
 one_machine       one machine with everybody's speed: what no swarm can beat
-ours              ``p2p-trainer bootstrap`` and ``join``, as a rehearsal types them
+ours              ``p2p-trainer bootstrap`` and ``join``, as a rehearsal types them, with the shipped example; from
+                  five peers on it has two fragments and ticks of 2 s
 
 ``side_by_side_rivals.py`` says how the rivals are set, ``side_by_side_scenes.py`` what the scenes are,
 ``side_by_side_figures.py`` what each number means. Held-out loss is the product's own function on the 64 held-out

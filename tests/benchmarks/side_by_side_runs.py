@@ -7,28 +7,25 @@ namespace, CPU seconds those of every process below this one.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import side_by_side_rivals as rivals
 import torch
 from rich.console import Console
 from side_by_side_figures import PeerRun, Run, Series, curve_of_evaluations, curve_of_snapshots, increase
-from side_by_side_scenes import CYCLE_SECONDS, RUN, BenchmarkScene, Flapping, batches
+from side_by_side_scenes import CYCLE_SECONDS, RUN, BenchmarkScene, batches, manifest_text
+from side_by_side_watch import Flapper, Observer, nothing_left_behind
 from torch import nn
 
 from dht_config.errors import RehearsalError
+from dht_config.manifest import load_manifest
 from p2p_trainer.links import LinkSpec, Network
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.rehearsal_view import Status
@@ -41,114 +38,9 @@ from p2p_trainer.tasks import mean_loss
 
 READY_SECONDS = 300.0
 POLL_SECONDS = 0.2
-OBSERVE_SECONDS = 1.0
 GO_SECONDS = 1.0
 HELD_OUT_SAMPLES: int = PeerSettings.model_fields["eval_samples"].default
 """What ours evaluates on; the rivals' snapshots are evaluated on the same."""
-_PR_SET_CHILD_SUBREAPER = 36
-_COUNTERS = re.compile(rf"^\s*{rivals.DEVICE}:\s*(.*)$", re.MULTILINE)
-_HIVEMIND_SOCKET = re.compile(r"/tmp/hivemind-p2p(?:d|client)-[\w-]+\.sock")
-
-
-class Observer:
-    """Counts bytes and CPU seconds while a contender runs, in a thread.
-
-    :param pids: the peers that live, by name
-    """
-
-    def __init__(self, pids: Callable[[], Mapping[str, int]]) -> None:
-        self._pids = pids
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
-        self.received: dict[str, Series] = {}
-        """By peer: (unix s, bytes so far); as for everything here."""
-        self.sent: dict[str, Series] = {}
-        self.cpu: Series = []
-        """Seconds of all processes below this one."""
-        self.machine: Series = []
-        """CPU seconds of whatever ran on this machine."""
-        self.sockets: set[str] = set()
-        """Paths of hivemind's sockets, which a peer that is killed leaves behind."""
-        self._cpu_seconds: dict[tuple[int, float], float] = {}
-
-    def __enter__(self) -> Observer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._end.wait(OBSERVE_SECONDS):
-            now = time.time()
-            for name, pid in self._pids().items():
-                with suppress(OSError):
-                    self.sockets |= set(_HIVEMIND_SOCKET.findall(Path(f"/proc/{pid}/net/unix").read_text()))
-                if (counters := _counters(pid)) is not None:
-                    self.received.setdefault(name, []).append((now, counters[0]))
-                    self.sent.setdefault(name, []).append((now, counters[1]))
-            for process in psutil.Process().children(recursive=True):
-                with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                    times = process.cpu_times()
-                    self._cpu_seconds[process.pid, process.create_time()] = times.user + times.system
-            self.cpu.append((now, sum(self._cpu_seconds.values())))
-            all_times = psutil.cpu_times()
-            self.machine.append((now, sum(all_times) - all_times.idle - all_times.iowait - all_times.guest))
-
-
-def _counters(pid: int) -> tuple[float, float] | None:
-    """Bytes that came in and went out over the device of the namespace that a process is in."""
-    with suppress(OSError):
-        if found := _COUNTERS.search(Path(f"/proc/{pid}/net/dev").read_text()):
-            fields = found[1].split()
-            return float(fields[0]), float(fields[8])
-    return None
-
-
-@contextmanager
-def nothing_left_behind() -> Iterator[None]:
-    """Whatever is started below ends with this context: orphans come to this process, and are ended by their handle."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    before = set(psutil.Process().children(recursive=True))
-    try:
-        yield
-    finally:
-        ours = set(psutil.Process().children(recursive=True)) - before
-        for process in ours:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(ours, timeout=10)
-
-
-class Flapper:
-    """Takes lines down and up again, in a thread, from ``start`` until the context ends."""
-
-    def __init__(self, network: Network, names: tuple[str, ...], seconds: float) -> None:
-        self._network, self._names = network, names
-        self._seconds = seconds
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="flapper", daemon=True)
-
-    def start(self) -> None:
-        if self._names and not self._thread.is_alive():
-            self._thread.start()
-
-    def __enter__(self) -> Flapper:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        began = time.monotonic()
-        for at, up in Flapping().moments(self._seconds):
-            if self._end.wait(max(0.0, began + at - time.monotonic())):
-                return
-            for name in self._names:
-                (self._network.up if up else self._network.down)(name)
 
 
 def run_rival(scene: BenchmarkScene, contender: str, seed: int, directory: Path, say: Callable[[str], None]) -> Run:
@@ -319,6 +211,8 @@ def run_ours(scene: BenchmarkScene, contender: str, seed: int, directory: Path, 
     )
     names = {peer.name for peer in peers}
     network = Network({BOOTSTRAP: LinkSpec(), **{peer.name: peer.link or LinkSpec() for peer in peers}}, seed=seed)
+    manifest_path = directory / "run.toml"
+    manifest_path.write_text(manifest_text(len(peers)))
     console = Console(quiet=True)
     flapping = tuple(name for name in scene.flapping if name in names)
     with network, nothing_left_behind(), Flapper(network, flapping, scene.seconds) as flapper:
@@ -331,7 +225,7 @@ def run_ours(scene: BenchmarkScene, contender: str, seed: int, directory: Path, 
             status=_Watched(console, flapper, lambda: say(f"{contender}: {len(peers)} peers train")),
         )
         with Observer(rehearsal.pids) as observer:
-            report = rehearsal.run(RUN, rivals.load_manifest(RUN))
+            report = rehearsal.run(str(manifest_path), load_manifest(manifest_path))
     return _our_run(scene, contender, seed, directory, report, observer)
 
 

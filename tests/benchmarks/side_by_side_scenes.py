@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from dht_config.manifest import example_manifest
 from p2p_trainer.scene import EmulatedPeer, parse_peers
 
 RUN = "stdlib-text"
@@ -23,6 +24,9 @@ OURS_WITHOUT_CURSED = "ours_without_cursed"
 CYCLE_SECONDS = 4.0
 """Of the example: a parameter's time between two rounds. hivemind's epochs are made as long."""
 MICRO_STEP_SECONDS = 0.25
+MANY_PEERS = 5
+"""From this many on ours holds half as many rounds, of fragments twice as big: a cycle is as long, and two cores carry
+the peers."""
 
 _REFERENCE = "60:300M/20ms,30:1G/10ms,15:100M/30ms,12:100M/30ms,6:50M/40ms,6:30M/50ms,3:20M/60ms,3:10M/80ms"
 _PEERS = {
@@ -90,6 +94,18 @@ class BenchmarkScene:
         if self.kill_at_seconds is not None and peer in self.killed:
             return self.kill_at_seconds
         return self.seconds
+
+
+def manifest_text(peers: int) -> str:
+    """The shipped example; for many peers with two fragments and ticks of 2 s instead of four and 1 s."""
+    text = example_manifest(RUN)
+    if peers < MANY_PEERS:
+        return text
+    for before, after in (("tick_seconds = 1.0 ", "tick_seconds = 2.0 "), ("fragments = 4 ", "fragments = 2 ")):
+        if text.count(before) != 1:
+            raise ValueError(f"the example {RUN} has no line {before!r} any more")
+        text = text.replace(before, after)
+    return text
 
 
 def load_scene(name: str, seconds: float) -> BenchmarkScene:

@@ -25,18 +25,23 @@ from side_by_side_rivals import HIVEMIND_MODES, TRAIN, RivalConfig
 from side_by_side_scenes import (
     ALONE,
     CONTENDERS,
+    CYCLE_SECONDS,
     DDP,
     HIVEMIND,
     OURS,
     OURS_WITHOUT_CURSED,
+    RUN,
     SCENES,
     Flapping,
     batches,
     contenders_of,
     load_scene,
+    manifest_text,
     proportional_batches,
 )
 from side_by_side_tables import notes, print_tables, rows
+
+from dht_config.manifest import example_manifest, parse_manifest
 
 WHOLE = [(0.0, 0.0), (90.0, 900.0)]
 """Ten samples a second for as long as a run is."""
@@ -146,6 +151,14 @@ def test_a_share_may_be_rounded_to_nothing_and_none_is_lost() -> None:
     shares = proportional_batches([60, 30, 15, 12, 6, 6, 3, 3, 0.6], 72)
     assert shares[-1] == 0
     assert 0.7 * 72 <= sum(shares) <= 1.3 * 72
+
+
+@pytest.mark.parametrize("peers", [4, 8])
+def test_our_cycle_is_as_long_whatever_the_number_of_peers(peers: int) -> None:
+    manifest = parse_manifest(manifest_text(peers), "the benchmark")
+    assert manifest.run.tick_seconds * manifest.run.fragments == CYCLE_SECONDS
+    assert manifest.inner_optimizer == parse_manifest(example_manifest(RUN), RUN).inner_optimizer
+    assert manifest.run.fragments == (4 if peers == 4 else 2)
 
 
 def test_batches_of_each_contender() -> None:
