@@ -33,7 +33,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contenders", help=f"some of {','.join(CONTENDERS)}")
     parser.add_argument("--json", type=Path, required=True, help="results; written after every run")
     parser.add_argument("--resume", action="store_true", help="keep the runs that FILE has, and run the others")
+    parser.add_argument("--directory", type=Path, help="keep every run's logs and metrics in a new one below this")
     parser.add_argument("--show", action="store_true", help="print the tables of FILE and run nothing")
     parser.add_argument("--markdown", action="store_true", help="with --show: the table as it stands in the README")
     return parser
@@ -126,9 +128,9 @@ def _run_all(options: argparse.Namespace, chosen: Sequence[str], document: dict[
                 continue
             run = run_rival if contender not in (OURS, OURS_WITHOUT_CURSED) else run_ours
             began = time.monotonic()
-            with tempfile.TemporaryDirectory(prefix="side-by-side-", ignore_cleanup_errors=True) as directory:
+            with _directory(options.directory, f"{contender}-{seed}") as directory:
                 try:
-                    result = run(scene, contender, seed, Path(directory), console.print)
+                    result = run(scene, contender, seed, directory, console.print)
                 except RehearsalError as error:
                     console.print(f"{contender}, seed {seed}: {error.problem} {error.remedy}", markup=False)
                     continue
@@ -138,6 +140,17 @@ def _run_all(options: argparse.Namespace, chosen: Sequence[str], document: dict[
                 f"{contender}, seed {seed}: efficiency {result.efficiency:.3f}, loss {result.curve[-1][2]:.3f}, "
                 f"CPU {100 * result.cpu_share:.0f} %, {time.monotonic() - began:.0f} s"
             )
+
+
+@contextmanager
+def _directory(kept: Path | None, name: str) -> Iterator[Path]:
+    """Where a run's processes write: below a directory that stays, or one that goes with the run."""
+    if kept is not None:
+        (kept / name).mkdir(parents=True)
+        yield kept / name
+        return
+    with tempfile.TemporaryDirectory(prefix="side-by-side-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
 
 
 def _with_summary(document: dict[str, Any]) -> dict[str, Any]:
