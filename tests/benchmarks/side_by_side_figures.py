@@ -2,9 +2,10 @@
 
 Pure, so that each can be checked by hand.
 
-efficiency           samples credited (for ours also those pending for less than a cycle) over what the peers do alone
-                     in the time that they were there; ``credited_efficiency`` is without the pending ones. Of machines
-                     that a contender does not use, the emulated speed counts.
+efficiency           samples credited (for ours also those pending for their next round) over what the peers do alone in
+                     the time that they were there; ``credited_efficiency`` is without the pending ones. Alone they do
+                     their emulated speed, which pacing lets nobody exceed; what each measured alone before it began
+                     (``solo``, by the same pacing) says how much of that this machine left them at that moment.
 compute + waiting    = 1: what the peers processed over what they do alone, and the rest.
 rejected             processed and not credited, over what the peers do alone: efficiency = compute - rejected.
 seconds_to_loss      wall seconds until a held-out loss was first seen, on a line between two evaluations. From
@@ -74,8 +75,10 @@ class PeerRun:
     """What one peer of a run did."""
 
     name: str
+    speed: float
+    """Samples per second alone, as it is emulated."""
     solo: float
-    """Samples per second alone, measured with the same pacing."""
+    """The same, measured by the same pacing before it began."""
     lived_seconds: float
     processed: float
     credited: float
@@ -144,7 +147,7 @@ class Run:
         if contender != OURS_WITHOUT_CURSED:
             taking_part = sum(peer.samples_per_second for peer in scene.taking_part(contender))
             absent = max(0.0, scene.samples_per_second - taking_part) * scene.seconds
-        alone = absent + sum(peer.solo * peer.lived_seconds for peer in peers)
+        alone = absent + sum(peer.speed * peer.lived_seconds for peer in peers)
         processed, credited = sum(peer.processed for peer in peers), sum(peer.credited for peer in peers)
         counted = credited if counted is None else counted
         seconds, cores = window[1] - window[0], os.cpu_count() or 1
@@ -196,7 +199,7 @@ class Run:
 
 def seconds_to_recover(survivors: Sequence[PeerRun], killed_at: float, seconds: float) -> float | None:
     """From the kill to when the survivors are credited 95 % of what they do alone, over the next ten seconds."""
-    wanted = RECOVERED * sum(peer.solo for peer in survivors)
+    wanted = RECOVERED * sum(peer.speed for peer in survivors)
     at = killed_at
     while at + RECOVERY_WINDOW_SECONDS <= seconds:
         window = (at, at + RECOVERY_WINDOW_SECONDS)

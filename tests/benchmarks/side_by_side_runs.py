@@ -151,6 +151,7 @@ def _rival_run(
         runs.append(
             PeerRun(
                 name=peer.name,
+                speed=peer.samples_per_second,
                 solo=ready["samples_per_second"],
                 lived_seconds=scene.lived_seconds(peer.name),
                 processed=done,
@@ -256,9 +257,11 @@ def _our_run(
         for event in found
         if event["event"] == "round" and event["outcome"] == "committed" and window[0] <= event["time"] <= window[1]
     }
+    speeds = {peer.name: peer.samples_per_second for peer in scene.peers}
     runs = [
         PeerRun(
             name=peer.name,
+            speed=speeds[peer.name],
             solo=peer.solo_samples_per_second,
             lived_seconds=peer.window_seconds,
             processed=peer.processed_samples,

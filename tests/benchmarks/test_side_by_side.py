@@ -50,7 +50,8 @@ WHOLE = [(0.0, 0.0), (90.0, 900.0)]
 def peer(name: str = "a", **changed: Any) -> PeerRun:
     fields: dict[str, Any] = {
         "name": name,
-        "solo": 10.0,
+        "speed": 10.0,
+        "solo": 9.0,
         "lived_seconds": 90.0,
         "processed": 900.0,
         "credited": 900.0,
@@ -67,7 +68,7 @@ def run(contender: str = OURS, scene: str = "reference", **changed: Any) -> Run:
         "seed": 0,
         "scene": load_scene(scene, 90.0),
         "peers": [
-            peer(one.name, solo=one.samples_per_second) for one in load_scene(scene, 90.0).taking_part(contender)
+            peer(one.name, speed=one.samples_per_second) for one in load_scene(scene, 90.0).taking_part(contender)
         ],
         "rounds": 20.0,
         "parameters": 1000,
@@ -179,7 +180,7 @@ def test_values_between_points_and_outside_of_them() -> None:
 
 def test_efficiency_and_where_the_time_went_add_up() -> None:
     scene = load_scene("equal", 90.0)
-    peers = [peer(one.name, solo=30.0, processed=2160.0, credited=1890.0) for one in scene.peers]
+    peers = [peer(one.name, speed=30.0, processed=2160.0, credited=1890.0) for one in scene.peers]
     figures = run("hivemind_sync", "equal", peers=peers)
     assert figures.efficiency == pytest.approx(0.7)
     assert figures.compute == pytest.approx(0.8)
@@ -193,7 +194,7 @@ def test_a_killed_peer_counts_for_as_long_as_it_lived() -> None:
     peers = [
         peer(
             one.name,
-            solo=one.samples_per_second,
+            speed=one.samples_per_second,
             lived_seconds=scene.lived_seconds(one.name),
             processed=one.samples_per_second * scene.lived_seconds(one.name),
             credited=one.samples_per_second * scene.lived_seconds(one.name),
@@ -204,10 +205,10 @@ def test_a_killed_peer_counts_for_as_long_as_it_lived() -> None:
 
 
 def test_machines_that_a_contender_does_not_use_count_as_unused() -> None:
-    alone = run("fastest_alone", peers=[peer("60", solo=60.0, processed=5400.0, credited=5400.0)])
+    alone = run("fastest_alone", peers=[peer("60", speed=60.0, processed=5400.0, credited=5400.0)])
     assert alone.efficiency == pytest.approx(60 / 135)
     assert alone.bytes_per_parameter_up is None
-    without = run(OURS_WITHOUT_CURSED, "cursed", peers=[peer("60", solo=60.0, processed=5400.0, credited=5400.0)])
+    without = run(OURS_WITHOUT_CURSED, "cursed", peers=[peer("60", speed=60.0, processed=5400.0, credited=5400.0)])
     assert without.efficiency == pytest.approx(1.0)
 
 
