@@ -219,12 +219,12 @@ def curve_of_snapshots(losses: Series, processed: Sequence[Series], began_at: fl
 
 
 def curve_of_evaluations(events: Iterable[Mapping[str, Any]], began_at: float) -> Curve:
-    """Of all peers' ``eval`` events."""
-    return sorted(
-        (max(0.0, event["time"] - began_at), float(event["samples"]), float(event["loss"]))
-        for event in events
-        if event["loss"] is not None
-    )
+    """Of all peers' ``eval`` events, those of the newest base at their time: a peer may be behind the others."""
+    curve: Curve = []
+    for event in sorted(events, key=lambda event: float(event["time"])):
+        if event["loss"] is not None and (not curve or event["samples"] >= curve[-1][1]):
+            curve.append((max(0.0, event["time"] - began_at), float(event["samples"]), float(event["loss"])))
+    return curve
 
 
 def seconds_to_loss(curve: Curve, loss: float) -> float | None:
@@ -239,8 +239,8 @@ def seconds_to_loss(curve: Curve, loss: float) -> float | None:
 
 
 def loss_at_samples(curve: Curve, samples: float) -> float:
-    """On a line between two evaluations. They need not come in order of samples: peers may be a round apart."""
-    return value_at(sorted((done, loss) for _, done, loss in curve), samples)
+    """On a line between two evaluations."""
+    return value_at([(done, loss) for _, done, loss in curve], samples)
 
 
 def choose_losses(runs: Sequence[Run]) -> list[float]:

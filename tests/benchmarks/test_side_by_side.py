@@ -257,11 +257,12 @@ def test_samples_of_a_snapshot_are_those_of_all_peers() -> None:
     assert curve_of_snapshots(losses, processed, 100.0, 115.0) == [(0.0, 0.0, 5.0), (5.0, 55.0, 4.0)]
 
 
-def test_evaluations_of_all_peers_are_one_curve_in_order_of_time() -> None:
+def test_evaluations_of_all_peers_are_one_curve_of_the_newest_base() -> None:
     events = [
         {"time": 12.0, "samples": 20, "loss": 4.0},
         {"time": 9.0, "samples": 0, "loss": 5.0},
         {"time": 11.0, "samples": 10, "loss": None},
+        {"time": 13.0, "samples": 10, "loss": 4.5},
     ]
     assert curve_of_evaluations(events, 10.0) == [(0.0, 0.0, 5.0), (2.0, 20.0, 4.0)]
 
