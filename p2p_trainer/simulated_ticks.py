@@ -114,6 +114,8 @@ class Ticks:
 
     def _bring(self, peer: SimulatedPeer, tick: _Tick) -> _Brought | None:
         holding = peer.work.holdings[tick.fragment]
+        if peer.cadence.probe(tick.number):
+            self._bases.announce_cadence(peer)
         report: dict[str, Any] = {
             "tick": tick.number,
             "fragment": tick.fragment,
@@ -138,11 +140,11 @@ class Ticks:
             return None
         if tick.fragment in peer.busy:
             self._report(peer, holding.claim, report, "the previous round or a fetch is still under way")
-            self._took_part(peer, tick, late=True)
+            self._missed(peer, tick)
             return None
         if self._bases.better_claim(peer, tick.fragment) is not None:
             self._report(peer, holding.claim, report, "the swarm has moved on; fetching its base first")
-            self._took_part(peer, tick, late=True)
+            self._missed(peer, tick)
             return None
         report["outcome"] = "carried"
         peer.advance(self._world.now)
@@ -400,6 +402,10 @@ class Ticks:
 
     def _took_part(self, peer: SimulatedPeer, tick: _Tick, *, late: bool) -> None:
         if peer.cadence.took_part(tick.number, late=late):
+            self._bases.announce_cadence(peer)
+
+    def _missed(self, peer: SimulatedPeer, tick: _Tick) -> None:
+        if peer.cadence.missed(tick.number):
             self._bases.announce_cadence(peer)
 
     def _lost(self, tick: _Tick, attempt: int, brought: Sequence[_Brought], now: float, reason: str) -> None:

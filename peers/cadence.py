@@ -29,8 +29,10 @@ PATIENCE_CYCLES = 1 / 3
 """A round has brought its base after this time, or has failed."""
 LATE_IN_A_ROW = 3
 """Rounds that closed without a peer's contribution before it takes part less often."""
+PROBE_CYCLES, PROBE_DOUBLINGS = 8, 3
+"""Cycles after which a peer tries a lower cadence although nothing speaks for it; each failure doubles them."""
 IN_TIME_IN_A_ROW = 4
-"""Rounds in time before a peer tries to take part more often again."""
+"""Rounds in time, none closed without it, before a peer takes part more often again."""
 LIMITING = 0.5
 """A rate below this part of the others' rates together is our own line's."""
 
@@ -99,6 +101,7 @@ class Cadence:
         self._announced: CadenceValue = 1
         self._since_tick = 0
         self._late = self._in_time = 0
+        self._patience_doublings = 0
 
     @property
     def announced(self) -> CadenceValue:
@@ -167,16 +170,38 @@ class Cadence:
     def took_part(self, tick: int, *, late: bool) -> bool:
         """A round is over, for us in time or not; returns whether this changes our cadence."""
         self._late, self._in_time = (self._late + 1, 0) if late else (0, self._in_time + 1)
-        position = CADENCES.index(self._announced)
-        if self._late >= LATE_IN_A_ROW and position + 1 < len(CADENCES):
-            return self._set(CADENCES[position + 1], tick)
-        return False
+        return self._after_lateness(tick)
+
+    def missed(self, tick: int) -> bool:
+        """A round of ours could not begin: its base is still on its way, or the one before goes on. As ``took_part``.
+
+        Between rounds in time that is bad luck, as where a base came just too late.
+        """
+        self._late += 1
+        return self._after_lateness(tick)
 
     def unlimited(self, tick: int) -> bool:
         """Nothing says that our line is what limits rounds; after some of them in time, take part more often."""
+        if self._in_time >= IN_TIME_IN_A_ROW and self._announced > 1:
+            self._patience_doublings = 0
+            return self._set(_lower(self._announced), tick)
+        return False
+
+    def probe(self, tick: int) -> bool:
+        """To be asked at every tick: whether it is time to see if we cannot take part more often after all.
+
+        Each time that turns out wrong doubles the time until the next. Returns whether this changes our cadence.
+        """
+        wait_cycles = PROBE_CYCLES * 2**self._patience_doublings
+        if self._announced == 1 or tick < self._since_tick + wait_cycles * self._schedule.fragments:
+            return False
+        self._patience_doublings = min(PROBE_DOUBLINGS, self._patience_doublings + 1)
+        return self._set(_lower(self._announced), tick)
+
+    def _after_lateness(self, tick: int) -> bool:
         position = CADENCES.index(self._announced)
-        if self._in_time >= IN_TIME_IN_A_ROW and position:
-            return self._set(CADENCES[position - 1], tick)
+        if self._late >= LATE_IN_A_ROW and position + 1 < len(CADENCES):
+            return self._set(CADENCES[position + 1], tick)
         return False
 
     def _set(self, cadence: CadenceValue, tick: int) -> bool:
@@ -184,3 +209,7 @@ class Cadence:
         self._kept = max(self._kept, cadence)
         self._late = self._in_time = 0
         return True
+
+
+def _lower(cadence: CadenceValue) -> CadenceValue:
+    return CADENCES[max(0, CADENCES.index(cadence) - 1)]

@@ -130,6 +130,7 @@ class RoundKeeper:
     async def _hold_round(self, tick: int) -> None:
         """One round, from snapshot to commit, and its line in the metrics."""
         state = self._run.fragments[self._run.schedule.fragment(tick)]
+        self._tell_cadence(self._presence.cadence.probe(tick))
         report = {
             "tick": tick,
             "fragment": state.index,
@@ -154,7 +155,7 @@ class RoundKeeper:
             report["reason"] = "most peers skip this round: their lines do not carry more"
         elif state.busy.locked():
             report["reason"] = "the previous round or a fetch of this fragment is still under way"
-            self._took_part(tick, late=True)
+            self._missed(tick)
         else:
             async with state.busy:
                 try:
@@ -173,7 +174,7 @@ class RoundKeeper:
         begins = self._run.schedule.begins(tick)
         better = self._bases.better_claim(state)
         if better is not None:
-            self._took_part(tick, late=True)
+            self._missed(tick)
             raise RoundVoid(f"the swarm is at version {better.version}; fetching it first")
         self._forget_snapshots(state)
         taken = await self._run.training.snapshot(state, max(0.1, begins - self._run.clock.now()))
@@ -417,11 +418,18 @@ class RoundKeeper:
                 bytes_per_second=rate,
             ),
         )
-        if changed:
-            self._presence.changed.set()
+        self._tell_cadence(changed)
 
     def _took_part(self, tick: int, *, late: bool) -> None:
-        if not self._gradient and self._presence.cadence.took_part(tick, late=late):
+        if not self._gradient:
+            self._tell_cadence(self._presence.cadence.took_part(tick, late=late))
+
+    def _missed(self, tick: int) -> None:
+        if not self._gradient:
+            self._tell_cadence(self._presence.cadence.missed(tick))
+
+    def _tell_cadence(self, changed: bool) -> None:
+        if changed:
             self._presence.changed.set()
 
     def _judge(self, current: Round, now: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,8 @@ from peers.cadence import (
     CADENCES,
     IN_TIME_IN_A_ROW,
     LATE_IN_A_ROW,
+    PROBE_CYCLES,
+    PROBE_DOUBLINGS,
     SHARE_OF_LINE,
     Cadence,
     LineUse,
@@ -121,6 +125,31 @@ def test_after_rounds_in_time_we_take_part_more_often_again_unless_our_line_is_k
     assert not cadence.measured(use(1.0), 30), "it is at its highest already"
     assert cadence.unlimited(30)
     assert cadence.announced == 2
+
+
+def test_a_base_that_comes_too_late_between_rounds_in_time_keeps_nobody_slow() -> None:
+    cadence = Cadence(SCHEDULE)
+    for tick in range(2 * LATE_IN_A_ROW):
+        cadence.missed(tick)
+    assert cadence.announced == 4
+    for tick in range(IN_TIME_IN_A_ROW):
+        cadence.missed(tick)
+        cadence.took_part(tick, late=False)
+    assert cadence.unlimited(30) and cadence.announced == 2
+
+
+def test_a_lower_cadence_is_tried_now_and_then_and_more_seldom_each_time() -> None:
+    cadence = Cadence(SCHEDULE)
+    tried = []
+    for tick in range(1000):
+        if cadence.probe(tick):
+            tried.append(tick)
+        if cadence.announced < 4:
+            cadence.measured(use(1.0), tick)  # nothing has changed
+    assert tried[0] == PROBE_CYCLES * SCHEDULE.fragments
+    waits = [later - one for one, later in pairwise(tried)]
+    assert waits == sorted(waits) and waits[1] == 2 * waits[0] and waits[-1] == 2**PROBE_DOUBLINGS * tried[0]
+    assert not Cadence(SCHEDULE).probe(10**6), "there is nothing below 1"
 
 
 def test_the_base_that_the_next_round_starts_from_is_fetched_and_no_other() -> None:
