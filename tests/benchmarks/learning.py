@@ -12,7 +12,7 @@ model, the same data in the same order and the same number of samples, so they a
 
 ``results/`` holds what it gave on one core of a shared machine, continued with ``--resume``, mostly ``--compiled``:
 ``learning-quick.json`` (outer grid, one seed; weightings, three), ``learning-quick-400-rounds.json`` (``--rounds 400``:
-the default and codecs, three seeds; the best of the grid, two; weightings, one) and ``learning-full.json`` (1.03 M
+the default, int8 and int4, nine seeds; sparse, three; the best of the grid, two; weightings, one) and ``learning-full.json`` (1.03 M
 parameters, one seed: more did not fit). Figures stand where the choices do: ``OuterOptimizerSection``,
 ``peers/weighting.py``, ``peers/codecs.py``. Held-out loss with the product's defaults, and of the baselines:
 
@@ -20,7 +20,7 @@ parameters, one seed: more did not fit). Figures stand where the choices do: ``O
 scale                        default                  one process, same samples  fastest peer alone
 ===========================  =======================  =========================  =================
 quick, 100 rounds, 1 seed    2.051                                               2.197
-quick, 400 rounds            1.702 (3 seeds ± 0.024)  1.682 (2 seeds ± 0.007)
+quick, 400 rounds            1.700 (9 seeds ± 0.017)  1.682 (2 seeds ± 0.007)
 the same, inner lr / 3       1.623 (1 seed)           1.586 (2 seeds ± 0.002)
 full, 400 rounds, 1 seed     1.624                    1.716                      1.907
 ===========================  =======================  =========================  =================
