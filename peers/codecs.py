@@ -26,10 +26,10 @@ out of an average its reducer keeps (``residual.py``).
 Held-out loss at equal samples, ``python tests/benchmarks/learning.py --quick --rounds 400 --seeds 9 --compare codec``
 (135 k parameters, 8 peers up to 20 times apart, outer optimizer 0.7 / 0.6; averages travel like contributions, with
 sparse as int8): float32 1.700, standard deviation over nine seeds 0.017. Seed by seed int8 comes to 0.9995 of it
-(standard error 0.0017), int4 to 0.9983 (0.0023), sparse, three seeds, to 1.019 (0.006). The literature's feedback was
-worse for sparse with the one seed that was tried, where ours gave 1.736 and float32 1.692: keeping only 0.95 of what is left out
-1.753, 0.8 of it 1.804; a residual apart from the parameters, fading by 0.95 a round, 1.761, and 1.767 with plain
-averaging, as SparseLoCo has it. So the sender keeps all of it, where it trains. Not measured: bigger models.
+(standard error 0.0017), int4 to 0.9983 (0.0023), sparse, three seeds, to 1.019 (0.006). For sparse the literature's
+feedback was worse with the one seed that was tried, where ours gave 1.736 and float32 1.692: keeping only 0.95 of what
+is left out 1.753, 0.8 of it 1.804; a residual apart from the parameters, fading by 0.95 a round, 1.761, and 1.767 with
+plain averaging, as SparseLoCo has it. So the sender keeps all of it, where it trains. Not measured: bigger models.
 """
 
 from __future__ import annotations

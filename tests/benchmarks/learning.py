@@ -12,9 +12,10 @@ model, the same data in the same order and the same number of samples, so they a
 
 ``results/`` holds what it gave on one core of a shared machine, continued with ``--resume``, mostly ``--compiled``:
 ``learning-quick.json`` (outer grid, one seed; weightings, three), ``learning-quick-400-rounds.json`` (``--rounds 400``:
-the default, int8 and int4, nine seeds; sparse, three; the best of the grid, two; weightings, one) and ``learning-full.json`` (1.03 M
-parameters, one seed: more did not fit). Figures stand where the choices do: ``OuterOptimizerSection``,
-``peers/weighting.py``, ``peers/codecs.py``. Held-out loss with the product's defaults, and of the baselines:
+the default, int8 and int4, nine seeds; sparse, three; the best of the grid, two; weightings, one) and
+``learning-full.json`` (1.03 M parameters, one seed: more did not fit). Figures stand where the choices do:
+``OuterOptimizerSection``, ``peers/weighting.py``, ``peers/codecs.py``. Held-out loss with the product's
+defaults, and of the baselines:
 
 ===========================  =======================  =========================  =================
 scale                        default                  one process, same samples  fastest peer alone
