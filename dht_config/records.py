@@ -174,6 +174,8 @@ class RoundAnnouncement(_Record):
     """Reducers that failed this peer lately."""
     can_be_dialled: bool = True
     """Whether others can open connections to it; who cannot be dialled averages nothing for others."""
+    cadence: Literal[1, 2, 4] = 1
+    """As in its profile; who skips rounds for its line's sake averages nothing for others."""
 
     @model_validator(mode="after")
     def _spans_are_consistent(self) -> RoundAnnouncement:

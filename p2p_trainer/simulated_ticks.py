@@ -165,6 +165,7 @@ class Ticks:
             steps=peer.steps,
             kilobits_per_second=int(1000 * (rate or 0.0)),
             distrusted=peer.reducers.distrusted(self._world.now),
+            cadence=peer.cadence.announced,
         )
         return _Brought(peer=peer, start=peer.starts, member=member, report=report)
 

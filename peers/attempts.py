@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+MEET_AGAIN_LEADS = 2
+"""Matchmaking times after a tick's beginning at which those that lost a reducer can meet again (``next_attempt``)."""
 ATTEMPTS = 3
 """Of one tick's round: a group that lost a reducer re-forms without it while there is time."""
 DEFERENCE_SECONDS = 0.25

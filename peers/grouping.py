@@ -257,4 +257,5 @@ def _member(peer_id: PeerID, announcement: RoundAnnouncement) -> GroupMember:
         kilobits_per_second=int(1000 * (announcement.megabits_per_second or 0.0)),
         distrusted=announcement.distrusted,
         can_be_dialled=announcement.can_be_dialled,
+        cadence=announcement.cadence,
     )

@@ -7,7 +7,7 @@ wins and the others fetch it. What this does not stop: a majority of announcers 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from peers.cadence import steady
@@ -82,6 +82,18 @@ def in_step(claims: Mapping[str, Claim], cadences: Mapping[str, int]) -> dict[st
     deciding = steady(cadences)
     newest = max((claims[peer].version for peer in deciding), default=0)
     return {peer: claim for peer, claim in claims.items() if peer in deciding or claim.version >= newest}
+
+
+def held_again(version: int, total_samples: int, claims: Iterable[Claim]) -> bool:
+    """Whether members of a round have a base that it did not make: they gave it up, and met again without somebody.
+
+    :param version: what the round makes, and with how many samples in its lineage
+    :param claims: of its other members
+    """
+    return any(
+        claim.version > version or (claim.version == version and claim.total_samples != total_samples)
+        for claim in claims
+    )
 
 
 def has_quorum(members: Collection[str], present: Collection[str]) -> bool:

@@ -9,7 +9,7 @@ of S bytes and a share f, a member moves ``S * (1 + f * (N - 2) / m)`` bytes eac
 shares are ``f = (T * b - 1) * m / (N - 2)``, T being the time at which they add up to 1, and 0 where that is negative.
 
 A member that cannot be dialled, as behind NAT, gets no share: all that it sends and gets goes over connections
-that it opened itself.
+that it opened itself. Nor does one whose line is too slow for every round.
 
 **Groups.** Above ``target_group_size`` members there are several groups, all ending on one base. Each group has one
 reducer for every share; the reducers of one share in different groups are counterparts. Group members send to their own
@@ -47,6 +47,8 @@ class GroupMember:
     distrusted: tuple[bytes, ...] = ()
     """Peer ids of reducers that failed it lately."""
     can_be_dialled: bool = True
+    cadence: int = 1
+    """It takes part in one of so many rounds."""
 
     def mean_samples(self, size: int) -> float:
         """Samples that it brings, mean over the fragment's ``size`` elements."""
@@ -146,10 +148,15 @@ def _divide(
 
 
 def _unable(members: Sequence[GroupMember], target_group_size: int) -> set[int]:
-    """Who must not reduce; never all of them. That a member cannot be dialled weighs more than that it failed."""
+    """Who must not reduce; never all of them. That a member cannot be dialled weighs more than that it failed.
+
+    The slow ones least: given up as a reducer, one of them may complete a round that the others hold again without it.
+    """
     failed = unreliable(members, target_group_size)
     undialled = {index for index, member in enumerate(members) if not member.can_be_dialled}
-    return next(unable for unable in (failed | undialled, undialled, failed) if len(unable) < max(1, len(members)))
+    slow = {index for index, member in enumerate(members) if member.cadence > min(one.cadence for one in members)}
+    choices = (failed | undialled | slow, failed | undialled, undialled, failed)
+    return next(unable for unable in choices if len(unable) < max(1, len(members)))
 
 
 def unreliable(members: Sequence[GroupMember], target_group_size: int) -> set[int]:

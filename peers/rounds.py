@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from hivemind.p2p import PeerID
 
 from dht_config.keys import matchmaking_prefix
 from dht_config.records import MAX_DISTRUSTED, MAX_SPANS, RoundAnnouncement, sign_announcement
-from peers.attempts import ATTEMPTS, next_attempt, search_times
+from peers.attempts import ATTEMPTS, MEET_AGAIN_LEADS, next_attempt, search_times
 from peers.bases import BaseKeeper
 from peers.cadence import line_use
 from peers.closing import LinkRate, Reliability, TransferTimes, announced_seconds, closing_times
@@ -24,13 +24,14 @@ from peers.contributed import note_contributed
 from peers.fragment_state import FragmentState
 from peers.grouping import AWAKE_SECONDS, FragmentMatchmaking, GroupSearch, NodeAsDHT
 from peers.ledger import PendingSpan
+from peers.lineage import held_again
 from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
 from peers.pipe import Event, Rebased, SnapshotTaken
 from peers.presence import RECORD_SECONDS, Presence
 from peers.reducer import BY_SAMPLES, MAX_BATCH, InvalidPart, Rules, check_values, off_loop
 from peers.round import Round, RoundResult, RoundVoid
-from peers.round_plan import GroupMember, RoundPlan, plan_round
+from peers.round_plan import GroupMember, RoundPlan, element_samples, plan_round
 from peers.round_register import RoundRegister
 from peers.servicer import SwarmServicer
 from peers.transport import TRANSPORT_ERRORS, Transport
@@ -271,6 +272,8 @@ class RoundKeeper:
         else:
             result, left_out = await self._all_reduce(plan, state, brought.values, report)
             average, parts = result.average, result.parts
+            if self._run.clock.now() > begins + MEET_AGAIN_LEADS * self._run.manifest.averaging.matchmaking_seconds:
+                await self._look_for_a_rival(state, plan, parts)
         rebased = await self._run.tasks.whole(self._commit(state, plan, average, parts))
         self._presence.step_fell_short = False
         state.average_residual.replace(left_out)
@@ -286,6 +289,18 @@ class RoundKeeper:
             report["reason"] = "some parts closed without us; their contribution is carried on"
         await self._run.training.rebased(state, True, rebased)
         state.forget_snapshot()
+
+    async def _look_for_a_rival(self, state: FragmentState, plan: RoundPlan, parts: Sequence[AveragedPart]) -> None:
+        """:raises RoundVoid: the others lost a reducer of this long round, perhaps us, and held it again"""
+        try:
+            await self._presence.refresh()
+        except TRANSPORT_ERRORS as error:
+            raise RoundVoid("the records of other peers could not be read") from error
+        total = (state.total_element_samples + element_samples(plan, parts)) // state.size
+        claims = self._presence.view.claims(state.index)
+        mates = [str(member.peer_id) for member in plan.members]
+        if held_again(state.version + 1, total, [claims[peer] for peer in mates if peer in claims]):
+            raise RoundVoid("it took so long that the others held the round again; their base is fetched")
 
     async def _commit(
         self, state: FragmentState, plan: RoundPlan, average: torch.Tensor, parts: tuple[AveragedPart, ...]
@@ -323,6 +338,7 @@ class RoundKeeper:
             megabits_per_second=self._link_rate.megabits_per_second,
             distrusted=self._reducers.distrusted(self._run.clock.now())[:MAX_DISTRUSTED],
             can_be_dialled=self._run.can_be_dialled,
+            cadence=self._presence.cadence.announced,
         )
         times = search_times(
             begins,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.lineage import Claim, choose_base, has_quorum
+from peers.lineage import Claim, choose_base, has_quorum, held_again
 
 PLENTY = 2**40
 
@@ -139,6 +139,13 @@ def test_a_peer_is_not_moved_while_those_who_made_its_base_have_not_announced_it
     assert choose_base(own, announced, possible_versions=PLENTY) == rival
     assert choose_base(own, announced, possible_versions=PLENTY, backers={"p"}) is None
     assert choose_base(own, {**announced, "r": rival}, possible_versions=PLENTY, backers={"p"}) == rival
+
+
+def test_a_round_that_others_held_again_is_known_by_what_is_in_their_base() -> None:
+    assert not held_again(8, 100, [])
+    assert not held_again(8, 100, [claim(7, 60), claim(8, 100)]), "they have its base, or none yet"
+    assert held_again(8, 100, [claim(7, 60), claim(8, 90)])
+    assert held_again(8, 100, [claim(9, 130)]), "whatever that stands on, ours is of the past"
 
 
 @given(present=st.sets(peer_names, min_size=1, max_size=8), data=st.data())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -153,6 +154,15 @@ def test_a_minority_cannot_make_itself_the_only_reducers() -> None:
 
 def reducers(made: RoundPlan) -> set[int]:
     return {index for share in made.shares if share.parts for index in share.reducers}
+
+
+def test_who_takes_part_less_often_reduces_nothing_unless_all_do() -> None:
+    slow = [replace(member(index), cadence=4) for index in (0, 2)]
+    assert reducers(plan([slow[0], member(1), slow[1]])) == {1}
+    assert reducers(plan([*slow, replace(member(1), cadence=2)])) == {1}
+    assert reducers(plan(slow)) == {0, 1}
+    home = member(1, can_be_dialled=False)
+    assert reducers(plan([slow[0], home, slow[1]])) == {0, 2}, "rather a slow one than one that nobody reaches"
 
 
 def test_who_cannot_be_dialled_reduces_nothing_unless_nobody_can() -> None:
