@@ -12,7 +12,7 @@ Fragments are staggered, so that a slow line carries something all the time inst
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dht_config.manifest import AveragingSection
@@ -23,15 +23,15 @@ CadenceValue = Literal[1, 2, 4]
 CADENCES: tuple[CadenceValue, ...] = (1, 2, 4)
 SHARE_OF_LINE = 0.8
 """Rounds and the fetching between them may take this much of a line's time."""
-STEADY = 0.8
+CAUTION = 0.8
 """A cadence is lowered only if it would do at this part of the measured rate: not to and fro."""
 PATIENCE_CYCLES = 1 / 3
 """A round has brought its base after this time, or has failed."""
 LATE_IN_A_ROW = 3
-"""Rounds that closed without a peer's contribution before it takes part less often."""
+"""Rounds that closed without a peer's contribution, or that it could not begin, before it takes part less often."""
 PROBE_CYCLES, PROBE_DOUBLINGS = 8, 3
 """Cycles after which a peer tries a lower cadence although nothing speaks for it; each failure doubles them."""
-IN_TIME_IN_A_ROW = 4
+IN_TIME_ROUNDS = 4
 """Rounds in time, none closed without it, before a peer takes part more often again."""
 LIMITING = 0.5
 """A rate below this part of the others' rates together is our own line's."""
@@ -155,12 +155,7 @@ class Cadence:
     def measured(self, use: LineUse, tick: int) -> bool:
         """What our line is known to carry, while its own rate is what limits it; returns whether this changes ours."""
         needed = use.least_cadence()
-        cautious = LineUse(
-            round_bytes=use.round_bytes,
-            base_bytes=use.base_bytes,
-            bytes_per_second=STEADY * use.bytes_per_second,
-            tick_seconds=use.tick_seconds,
-        ).least_cadence()
+        cautious = replace(use, bytes_per_second=CAUTION * use.bytes_per_second).least_cadence()
         if needed > self._announced:
             return self._set(needed, tick)
         if cautious < self._announced and self._in_time:
@@ -182,7 +177,7 @@ class Cadence:
 
     def unlimited(self, tick: int) -> bool:
         """Nothing says that our line is what limits rounds; after some of them in time, take part more often."""
-        if self._in_time >= IN_TIME_IN_A_ROW and self._announced > 1:
+        if self._in_time >= IN_TIME_ROUNDS and self._announced > 1:
             self._patience_doublings = 0
             return self._set(_lower(self._announced), tick)
         return False

@@ -1,7 +1,7 @@
 """Every fault at every await of a round: the others go on, all end on one base, every sample counts once.
 
 One swarm suffers a kind of fault at every await, one after the other, so that what one leaves behind would be seen in
-the next. ``-m faults`` runs them all; the kind that needs no restarts and no deadlines is among the swarm tests.
+the next. ``-m faults`` runs them all; those that need no restarts, and so no minutes, are among the swarm tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POINTS = ("before-join", "after-join", "mid-send", "mid-reduce", "before-commit"
 KINDS = (
     "kill",
     "slow",
-    "freeze",
+    pytest.param("freeze", marks=pytest.mark.swarm),
     pytest.param("garbage", marks=pytest.mark.swarm),
 )
 CYCLE_TICKS = 4

@@ -51,9 +51,9 @@ def measured(network: Network, peer: str, what: str, other: str, *numbers: float
     return result
 
 
-def least(times: list[float]) -> float:
-    """The mean of the three shortest: on a busy machine answers wait for a core, which is not the line's doing."""
-    return statistics.fmean(sorted(times)[:3])
+def unhurt(times: list[float]) -> float:
+    """The lower quartile: on a busy machine some answers wait for a core, which is not the line's doing."""
+    return statistics.quantiles(times, n=4)[0]
 
 
 def megabits_per_second(network: Network, sender: str, receiver: str, seconds: float = 2.0) -> float:
@@ -83,17 +83,20 @@ def test_a_line_adds_its_round_trip_and_its_jitter() -> None:
     with Network({"near": LinkSpec.parse("40ms"), "far": UNHURRIED}) as network, answering(network, "far"):
         times = measured(network, "near", "ping", "far", 60, 0.02)["milliseconds"]
         assert len(times) == 60
-        assert 40 <= least(times) < 44
+        assert min(times) >= 40
+        assert 38 < unhurt(times) < 44
         network.set_link("near", LinkSpec.parse("40ms/30ms"))
         times = measured(network, "near", "ping", "far", 60, 0.05)["milliseconds"]
         # Two crossings, each 0 to 30 ms more.
         assert min(times) >= 40
-        assert 60 < statistics.median(times) < 90
+        assert 60 < statistics.median(times) < 80
         assert statistics.quantiles(times, n=10)[-1] - statistics.quantiles(times, n=10)[0] > 15
         network.set_link("far", LinkSpec.parse("20ms"))
         network.set_link("near", LinkSpec.parse("40ms"))
         times = measured(network, "near", "ping", "far", 30, 0.02)["milliseconds"]
-        assert 60 <= least(times) < 66, "two lines add up"
+        # To 10 %, as for one line.
+        assert min(times) >= 60
+        assert unhurt(times) < 66, "two lines add up"
 
 
 def test_a_line_loses_its_share_and_cut_off_nothing_arrives() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from peers.cadence import (
     CADENCES,
-    IN_TIME_IN_A_ROW,
+    IN_TIME_ROUNDS,
     LATE_IN_A_ROW,
     PROBE_CYCLES,
     PROBE_DOUBLINGS,
@@ -120,7 +120,7 @@ def test_after_rounds_in_time_we_take_part_more_often_again_unless_our_line_is_k
     for tick in range(2 * LATE_IN_A_ROW):
         cadence.took_part(tick, late=True)
     assert not cadence.unlimited(20)
-    for tick in range(IN_TIME_IN_A_ROW):
+    for tick in range(IN_TIME_ROUNDS):
         cadence.took_part(tick, late=False)
     assert not cadence.measured(use(1.0), 30), "it is at its highest already"
     assert cadence.unlimited(30)
@@ -132,7 +132,7 @@ def test_a_base_that_comes_too_late_between_rounds_in_time_keeps_nobody_slow() -
     for tick in range(2 * LATE_IN_A_ROW):
         cadence.missed(tick)
     assert cadence.announced == 4
-    for tick in range(IN_TIME_IN_A_ROW):
+    for tick in range(IN_TIME_ROUNDS):
         cadence.missed(tick)
         cadence.took_part(tick, late=False)
     assert cadence.unlimited(30) and cadence.announced == 2
