@@ -129,7 +129,7 @@ class Ticks:
             "bytes_received": 0,
             "cadence": max(peer.cadence.announced, tick.pace),
             "late_share": 0.0,
-            "due": peer.cadence.is_due(tick.number),
+            "due": peer.cadence.take_turn(tick.number),
         }
         if not report["due"]:
             self._report(peer, holding.claim, report, "its line is too slow for every round")

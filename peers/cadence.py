@@ -107,8 +107,8 @@ class Cadence:
     def announced(self) -> CadenceValue:
         return self._announced
 
-    def is_due(self, tick: int) -> bool:
-        """Whether we take part in a tick's round; ticks are asked for in order."""
+    def take_turn(self, tick: int) -> bool:
+        """Whether we take part in a tick's round. Asked once for each tick, in order: a lowered cadence begins here."""
         if not is_due(self._schedule, tick, self._kept):
             return False
         if tick >= self._since_tick + self._schedule.fragments:

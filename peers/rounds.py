@@ -147,7 +147,7 @@ class RoundKeeper:
             "bytes_sent": 0,
             "bytes_received": 0,
             "cadence": self._presence.pace(),
-            "due": self._presence.cadence.is_due(tick),
+            "due": self._presence.cadence.take_turn(tick),
         }
         if not report["due"]:
             report["reason"] = f"on its line this peer takes part in 1 of {self._presence.cadence.announced} rounds"

@@ -72,7 +72,7 @@ def test_a_faster_line_never_takes_part_less_often(one: float, other: float, rou
 
 
 def due(cadence: Cadence, ticks: range) -> list[int]:
-    return [tick for tick in ticks if cadence.is_due(tick)]
+    return [tick for tick in ticks if cadence.take_turn(tick)]
 
 
 def test_it_is_raised_at_once() -> None:

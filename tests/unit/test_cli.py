@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -19,8 +16,7 @@ from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest
 from p2p_trainer import doctor, session, target
 from p2p_trainer.cli import app
-from p2p_trainer.logs import LIBRARIES
-from p2p_trainer.settings import ENVIRONMENT_PREFIX, PeerSettings
+from p2p_trainer.settings import PeerSettings
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"
 INVITE = Invite(run_id="tiny-0123456789abcdef", organiser_public_key=bytes(32), addresses=(ADDRESS,)).encode()
@@ -61,19 +57,7 @@ COMMANDS = {
 """A promise to people's scripts: adding is free, removing or renaming is not."""
 
 
-@pytest.fixture(autouse=True)
-def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No settings of the person who runs the tests, and the libraries' loggers afterwards as before."""
-    for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
-    loggers = [logging.getLogger(name) for name in LIBRARIES]
-    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
-    yield
-    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
-        logger.level, logger.propagate, logger.handlers[:] = level, propagate, handlers
+pytestmark = pytest.mark.usefixtures("untouched")
 
 
 def fails(arguments: list[str], code: ExitCode, *says: str) -> str:

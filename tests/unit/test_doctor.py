@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,6 @@ from p2p_trainer.doctor import CHECKS, MACHINE_CHECKS, SWARM_CHECKS, Patient, ex
 from p2p_trainer.findings import Finding
 from p2p_trainer.hardware import DeviceFacts
 from p2p_trainer.limits import Limits
-from p2p_trainer.logs import LIBRARIES
 from p2p_trainer.machine_checks import (
     Need,
     judge_device,
@@ -43,7 +39,7 @@ from p2p_trainer.machine_checks import (
     need_of,
 )
 from p2p_trainer.nvml import CardFacts, NvmlFacts, Refusal
-from p2p_trainer.settings import ENVIRONMENT_PREFIX, PeerSettings
+from p2p_trainer.settings import PeerSettings
 from p2p_trainer.swarm_checks import (
     judge_clock,
     judge_dials,
@@ -82,18 +78,7 @@ CARD = DeviceFacts(
 )
 
 
-@pytest.fixture(autouse=True)
-def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
-    loggers = [logging.getLogger(name) for name in LIBRARIES]
-    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
-    yield
-    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
-        logger.level, logger.propagate, logger.handlers[:] = level, propagate, handlers
+pytestmark = pytest.mark.usefixtures("untouched")
 
 
 def refused(code: int, call: str = "nvmlInit") -> NvmlFacts:
