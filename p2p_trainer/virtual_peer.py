@@ -156,7 +156,7 @@ class TrainedHolding:
     def take(self, samples: int, steps: int, spans: Sequence[PendingSpan]) -> bool:
         self._work.mode.take_snapshot(self.state.index, samples)
         self.state.taken = SnapshotTaken(fragment=self.state.index, samples=samples, steps=steps)
-        self.values = self.state.contribution(spans)
+        self.values = self.state.contribution(spans).whole()
         try:
             check_values(self.values)
         except InvalidPart:

@@ -9,7 +9,8 @@ their mean; afterwards what was accepted is taken out of the sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -33,16 +34,52 @@ class SentPart:
         return self.codec.decode(self.body, self.stop - self.start)
 
 
+class Outgoing:
+    """A contribution, made part by part as it is sent: it takes no memory of its own unless it must be held.
+
+    :param make: new float32 values of elements ``[start, stop)``; called in threads, never twice at a time
+    """
+
+    def __init__(self, size: int, make: Callable[[int, int], torch.Tensor]) -> None:
+        self.size = size
+        self._make = make
+        self._lock = threading.Lock()
+        self._held: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Outgoing:
+        """One that is there already, float32 ``(size,)``."""
+        outgoing = cls(len(values), lambda start, stop: values[start:stop])
+        outgoing._held = values
+        return outgoing
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)``, not to be written to."""
+        with self._lock:
+            return self._make(start, stop) if self._held is None else self._held[start:stop]
+
+    def whole(self) -> torch.Tensor:
+        """All of it, not to be written to."""
+        return self.part(0, self.size)
+
+    def hold(self) -> None:
+        """Make all of it now: what it is made from is about to change. Waits for a part that is being made."""
+        with self._lock:
+            if self._held is None:
+                self._held = self._make(0, self.size)
+
+
 class Contribution(Protocol):
     """How one fragment's snapshot is used. ``snapshot`` and ``base`` are float32 ``(size,)``, changed in place."""
 
     accumulates: ClassVar[bool]
     """Whether a snapshot adds to what is there; else it is of no use once training stands on the next base."""
 
-    def values(self, snapshot: torch.Tensor, base: torch.Tensor, spans: Sequence[PendingSpan]) -> torch.Tensor:
-        """What to contribute: a new float32 tensor ``(size,)``, the direction in which the base should go.
+    def outgoing(self, snapshot: torch.Tensor, base: torch.Tensor, spans: Sequence[PendingSpan]) -> Outgoing:
+        """What to contribute, float32 ``(size,)``: the direction in which the base should go.
 
-        Zero where no samples are pending: it has no weight there, so it must not look delivered afterwards.
+        Zero where no samples are pending: it has no weight there, so it must not look delivered afterwards. Made of
+        ``snapshot`` and ``base`` as they are when a part of it is asked for.
         """
 
     def accepted(
@@ -70,12 +107,16 @@ class Difference:
     def __init__(self) -> None:
         self._weightless: list[tuple[int, int]] = []
 
-    def values(self, snapshot: torch.Tensor, base: torch.Tensor, spans: Sequence[PendingSpan]) -> torch.Tensor:
-        difference = torch.sub(snapshot, base)
-        self._weightless = [(span.start, span.stop) for span in spans if not span.samples]
-        for start, stop in self._weightless:
-            difference[start:stop] = 0.0
-        return difference
+    def outgoing(self, snapshot: torch.Tensor, base: torch.Tensor, spans: Sequence[PendingSpan]) -> Outgoing:
+        weightless = self._weightless = [(span.start, span.stop) for span in spans if not span.samples]
+
+        def make(start: int, stop: int) -> torch.Tensor:
+            difference = torch.sub(snapshot[start:stop], base[start:stop])
+            for low, high in weightless:
+                difference[max(0, low - start) : max(0, high - start)] = 0.0
+            return difference
+
+        return Outgoing(len(base), make)
 
     def accepted(
         self,
@@ -113,14 +154,18 @@ class GradientSum:
     def __init__(self) -> None:
         self._spans: Sequence[PendingSpan] = ()
 
-    def values(self, snapshot: torch.Tensor, base: torch.Tensor, spans: Sequence[PendingSpan]) -> torch.Tensor:
-        self._spans = tuple(spans)
-        mean = torch.zeros_like(snapshot)
-        for span in spans:
-            if span.samples:
-                where = slice(span.start, span.stop)
-                torch.div(snapshot[where], float(span.samples), out=mean[where])
-        return mean
+    def outgoing(self, snapshot: torch.Tensor, base: torch.Tensor, spans: Sequence[PendingSpan]) -> Outgoing:
+        counted = self._spans = tuple(spans)
+
+        def make(start: int, stop: int) -> torch.Tensor:
+            mean = torch.zeros(stop - start)
+            for span in counted:
+                low, high = max(start, span.start), min(stop, span.stop)
+                if span.samples and low < high:
+                    torch.div(snapshot[low:high], float(span.samples), out=mean[low - start : high - start])
+            return mean
+
+        return Outgoing(len(base), make)
 
     def accepted(
         self,

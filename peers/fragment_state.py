@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from peers.arena import SharedArena
-from peers.contribution import Contribution, Difference, SentPart
+from peers.contribution import Contribution, Difference, Outgoing, SentPart
 from peers.fragments import FragmentLayout
 from peers.ledger import Ledger, PendingSpan
 from peers.lineage import Claim
@@ -104,10 +104,10 @@ class FragmentState:
         if not self.milestones or self.milestones[-1].history != self.history:
             self._remember()
 
-    def contribution(self, spans: Sequence[PendingSpan]) -> torch.Tensor:
-        """What the snapshot brings for what is pending: a new float32 tensor ``(size,)``."""
+    def contribution(self, spans: Sequence[PendingSpan]) -> Outgoing:
+        """What the snapshot brings for what is pending, float32 ``(size,)``; to be held before either changes."""
         self.sent = []
-        return self._contribution.values(self.snapshot, self.base, spans)
+        return self._contribution.outgoing(self.snapshot, self.base, spans)
 
     def give_up(self) -> None:
         """What the snapshot holds is of use to nobody."""

@@ -19,6 +19,7 @@ import torch
 
 from peers.closing import enough
 from peers.codecs import Codec, Float32, MalformedBody
+from peers.contribution import Outgoing
 from peers.ledger import PendingSpan
 from peers.messages import mask_of
 from peers.residual import pack
@@ -31,6 +32,8 @@ MAX_ABSOLUTE_AVERAGE = 1.01 * MAX_ABSOLUTE_DIFFERENCE
 """Averages are cut off at the limit for differences; a lossy codec may round them a little beyond it."""
 INLINE_ELEMENTS = 1 << 16
 """Below this size, arithmetic on the event loop costs less than a thread hand-over (about 0.1 ms)."""
+CHECKED_ELEMENTS = 1 << 18
+"""At a time: what lies between two operations stays in the cache."""
 FLOAT32 = np.dtype("<f4")
 PLAIN = Float32()
 BY_SAMPLES = get_weighting("samples")
@@ -423,6 +426,12 @@ def decode_values(
         raise InvalidPart(str(error)) from error
     check_values(values, limit)
     return values
+
+
+def check_outgoing(contribution: Outgoing) -> None:
+    """Our own contribution is held to the limit as well, in pieces. :raises InvalidPart:"""
+    for start in range(0, contribution.size, CHECKED_ELEMENTS):
+        check_values(contribution.part(start, min(start + CHECKED_ELEMENTS, contribution.size)))
 
 
 def check_values(values: torch.Tensor, limit: float = MAX_ABSOLUTE_DIFFERENCE) -> None:

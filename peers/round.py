@@ -18,7 +18,7 @@ import torch
 from hivemind.p2p import PeerID
 
 from peers.closing import ClosingTimes, RateMeter, last_seconds, longest_seconds
-from peers.contribution import SentPart
+from peers.contribution import Outgoing, SentPart
 from peers.messages import (
     Average,
     AveragedPart,
@@ -67,7 +67,7 @@ class _EndedEarly(InvalidPart):
 class Round:
     """This peer's side of one round: sender to its group's reducers, and perhaps a reducer itself.
 
-    :param contribution: local parameters minus base, float32 ``(plan.size,)``; not changed
+    :param contribution: local parameters minus base, float32 ``(plan.size,)``; held as soon as the round is void
     :param times: when this reducer closes what is not complete
     :param residual: what earlier averages of a range left out, for ``PartReducer``
     :param on_arrival: told, for each member whose contribution is complete here, the seconds since the round began
@@ -77,7 +77,7 @@ class Round:
         self,
         plan: RoundPlan,
         own_id: PeerID,
-        contribution: torch.Tensor,
+        contribution: Outgoing,
         call_reducer: CallReducer,
         times: ClosingTimes,
         rules: Rules,
@@ -151,6 +151,8 @@ class Round:
             elif task.done() and (error := task.exception()) is not None:
                 reasons.append(error)
         for error in sorted(reasons, key=lambda error: isinstance(error, RoundVoid)):  # an unexpected one first
+            if not self.over.done():
+                await off_loop(self.plan.size, self._contribution.hold)
             raise error
         self._closing.cancel()
         parts = tuple(
@@ -209,7 +211,8 @@ class Round:
             self.over.set_result(None)
             for duty in self._duties:
                 duty.cancel()
-            self._average = self._contribution = torch.empty(0)
+            self._average = torch.empty(0)
+            self._contribution = Outgoing.of(self._average)
             self.reducer.end()
 
     async def _count(self, stream: AsyncIterator[Part], sender: int, expected: Sequence[int]) -> None:
@@ -307,7 +310,7 @@ class Round:
         codec = self._rules.codec
         for part, (start, stop) in enumerate(share.parts):
             try:
-                body = await off_loop(stop - start, codec.encode, self._contribution[start:stop])
+                body = await off_loop(stop - start, self._encode, start, stop)
             except ValueError:
                 return  # not finite: the reducer goes on without us, and still gives us its averages
             if not codec.lossless:
@@ -315,6 +318,9 @@ class Round:
             self.bytes_sent += len(body)
             self._sent[start, stop] = len(body)
             yield Part(PartHeader(group_id=self.plan.group_id, part=part), body)
+
+    def _encode(self, start: int, stop: int) -> bytes | memoryview:
+        return self._rules.codec.encode(self._contribution.part(start, stop))
 
     async def _sums_for(self, parts: Sequence[int]) -> AsyncIterator[Part]:
         for number in parts:
@@ -359,8 +365,9 @@ class Round:
     async def _reduce_own(self, share: Share) -> None:
         try:
             for part, (start, stop) in enumerate(share.parts):
-                check_values(self._contribution[start:stop])
-                await self.reducer.add(self.own_index, part, self._contribution[start:stop])
+                values = await off_loop(stop - start, self._contribution.part, start, stop)
+                check_values(values)
+                await self.reducer.add(self.own_index, part, values)
         except InvalidPart as error:
             await self.reducer.leave_out(self.own_index, str(error))
         for part, (start, stop) in enumerate(share.parts):

@@ -21,6 +21,7 @@ from peers.closing import LinkRate, Reliability, TransferTimes, announced_second
 from peers.codecs import get_codec
 from peers.context import RunContext
 from peers.contributed import note_contributed
+from peers.contribution import Outgoing
 from peers.fragment_state import FragmentState
 from peers.grouping import AWAKE_SECONDS, FragmentMatchmaking, GroupSearch, NodeAsDHT
 from peers.ledger import PendingSpan
@@ -29,7 +30,7 @@ from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
 from peers.pipe import Event, Rebased, SnapshotTaken
 from peers.presence import RECORD_SECONDS, Presence
-from peers.reducer import BY_SAMPLES, MAX_BATCH, InvalidPart, Rules, check_values, off_loop
+from peers.reducer import BY_SAMPLES, MAX_BATCH, InvalidPart, Rules, check_outgoing, off_loop
 from peers.round import Round, RoundResult, RoundVoid
 from peers.round_plan import GroupMember, RoundPlan, element_samples, plan_round
 from peers.round_register import RoundRegister
@@ -55,12 +56,12 @@ MAX_SAMPLES_PER_SECOND = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Brought:
-    """What this peer brings to a tick's round: its snapshot, what is pending in it, float32 ``(size,)``."""
+    """What this peer brings to a tick's round: its snapshot, what is pending in it."""
 
     tick: int
     taken: SnapshotTaken
     spans: tuple[PendingSpan, ...]
-    values: torch.Tensor
+    values: Outgoing
 
 
 class RoundKeeper:
@@ -187,9 +188,9 @@ class RoundKeeper:
         if len(spans) > MAX_SPANS:
             await self._discard_progress(state)
             raise RoundVoid("what is pending is in too many pieces to announce; it was dropped")
-        values = await asyncio.to_thread(state.contribution, spans)
+        values = state.contribution(spans)
         try:
-            await off_loop(state.size, check_values, values)
+            await off_loop(state.size, check_outgoing, values)
         except InvalidPart as error:
             await self._discard_progress(state)
             raise RoundVoid("the local parameters had diverged; they were set back to the base") from error
@@ -266,7 +267,7 @@ class RoundKeeper:
         note_contributed(self._run.settings.run_directory, brought.taken.samples, brought.taken.steps)
         began = self._run.clock.now()
         if len(members) == 1:
-            average = brought.values
+            average = await off_loop(state.size, brought.values.whole)
             parts: tuple[AveragedPart, ...] = (AveragedPart(start=0, stop=state.size, included=[0]),)
             left_out: dict[tuple[int, int], bytes] = {}
         else:
@@ -369,7 +370,7 @@ class RoundKeeper:
         return found
 
     async def _all_reduce(
-        self, plan: RoundPlan, state: FragmentState, contribution: torch.Tensor, report: dict[str, Any]
+        self, plan: RoundPlan, state: FragmentState, contribution: Outgoing, report: dict[str, Any]
     ) -> tuple[RoundResult, dict[tuple[int, int], bytes]]:
         """The average, who is in it, and what our own averages left out of it. :raises _Lost: :raises RoundVoid:"""
         transfer_bytes = 2 * self._rules.codec.encoded_bytes(state.size)

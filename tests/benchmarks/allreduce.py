@@ -62,6 +62,7 @@ from dht_config.manifest import AveragingSection
 from dht_config.network import NetworkSettings
 from peers.closing import ClosingTimes
 from peers.codecs import CODEC_NAMES, get_codec
+from peers.contribution import Outgoing
 from peers.daemon import DialOutcome, dial_all, die_with_parent, start_daemon
 from peers.direct import DirectTransport, listen_next_to
 from peers.ledger import PendingSpan
@@ -199,7 +200,7 @@ class OverDaemon(OnDaemon):
             return await self._transport.call(reducer, AVERAGE, parts, Average)
 
         times = ClosingTimes(grace_seconds=ROUND_SECONDS, deadline_seconds=ROUND_SECONDS)
-        current = Round(plan, self.p2p.peer_id, self.values, call_reducer, times, Rules())
+        current = Round(plan, self.p2p.peer_id, Outgoing.of(self.values), call_reducer, times, Rules())
         self._round(plan.group_id).set_result(current)
         result = await current.run()
         if any(len(part.included) != self.count for part in result.parts):

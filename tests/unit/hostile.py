@@ -19,6 +19,7 @@ from local_rounds import GROUP_ID, peer
 
 from peers.closing import ClosingTimes
 from peers.codecs import CODEC_NAMES, get_codec
+from peers.contribution import Outgoing
 from peers.messages import Average, Part, WireMessage
 from peers.reducer import InvalidPart, Rules, decode_values
 from peers.round import Round, RoundResult, RoundVoid
@@ -375,7 +376,7 @@ class HostileNetwork:
             self.rounds[index] = _Watched(
                 self.plan,
                 peer(index),
-                contribution,
+                Outgoing.of(contribution),
                 self.caller(index),
                 times,
                 rules,

@@ -12,6 +12,7 @@ from hivemind.p2p import PeerID
 
 from peers.closing import ClosingTimes
 from peers.codecs import get_codec
+from peers.contribution import Outgoing
 from peers.ledger import PendingSpan
 from peers.messages import Average, Part
 from peers.reducer import Rules
@@ -138,7 +139,7 @@ def hold(network: Network, contributions: Sequence[torch.Tensor]) -> list[RoundR
             network.rounds[index] = Round(
                 network.plan,
                 peer(index),
-                contribution,
+                Outgoing.of(contribution),
                 network.caller(index),
                 ClosingTimes(
                     grace_seconds=network.wait_seconds if network.grace_seconds is None else network.grace_seconds,

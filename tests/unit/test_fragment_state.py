@@ -172,7 +172,7 @@ def average_of(peers: Sequence[Peer], parts: Sequence[AveragedPart]) -> torch.Te
     weights = torch.zeros(SIZE, dtype=torch.float64)
     for part in parts:
         for index in part.included:
-            contribution = peers[index].state.contribution(peers[index].member().spans).double()
+            contribution = peers[index].state.contribution(peers[index].member().spans).whole().double()
             for span in peers[index].member().spans:
                 where = slice(max(span.start, part.start), max(span.start, part.start, min(span.stop, part.stop)))
                 average[where] += span.samples * contribution[where]
@@ -264,7 +264,7 @@ def test_a_step_that_fails_half_way_leaves_no_base_that_anybody_could_take_for_o
     first, _ = pair
     first.snapshot()
     plan, parts = plan_of([first]), [AveragedPart(start=0, stop=SIZE, included=[0])]
-    average = first.state.contribution(first.member().spans)
+    average = first.state.contribution(first.member().spans).whole()
     with pytest.raises(RuntimeError):
         first.state.commit(OUTER, plan, average[:-1], parts, first.own_id)
     assert first.state.version == -1 and not first.state.digest

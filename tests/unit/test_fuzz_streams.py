@@ -17,6 +17,7 @@ from local_rounds import GROUP_ID, Network, peer, plan_for, whole
 
 from peers.base_server import BaseServer
 from peers.closing import ClosingTimes
+from peers.contribution import Outgoing
 from peers.messages import MAX_BODY_BYTES, MAX_HEADER_BYTES, BaseAnswer, BasePieceHeader, BaseRequest, Part, PartHeader
 from peers.reducer import Rules
 from peers.round import Round
@@ -163,7 +164,7 @@ def test_a_call_before_its_round_is_known_is_answered_and_so_is_one_after_it() -
         early = asyncio.create_task(call(register, saying(part_of(GROUP_ID, body)), 1))
         await asyncio.sleep(REGISTER_SECONDS / 2)
         times = ClosingTimes(grace_seconds=1, deadline_seconds=2)
-        current = Round(plan, peer(0), torch.zeros(4), Network(plan).caller(0), times, Rules())  # type: ignore[arg-type]
+        current = Round(plan, peer(0), Outgoing.of(torch.zeros(4)), Network(plan).caller(0), times, Rules())  # type: ignore[arg-type]
         register.add(current)
         await current.reducer.add(0, 0, torch.zeros(2))
         assert await early == 1

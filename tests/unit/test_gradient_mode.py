@@ -153,7 +153,9 @@ class Group:
             target_group_size=self.target_group_size,
             part_elements=max(50, size // 10),
         )
-        contributions = [state.contribution(member.spans) for state, member in zip(states, members, strict=True)]
+        contributions = [
+            state.contribution(member.spans).whole() for state, member in zip(states, members, strict=True)
+        ]
         network = Network(plan, codec=self.codec)
         results = committed(hold(network, contributions))
         if lose:
@@ -359,12 +361,12 @@ def test_a_contribution_of_no_samples_is_zero_and_leaves_what_there_was() -> Non
     spans = [PendingSpan(start=0, stop=2, samples=0, steps=0), PendingSpan(start=2, stop=4, samples=5, steps=1)]
     snapshot, base = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.zeros(4)
     local = Difference()
-    assert local.values(snapshot, base, spans).tolist() == [0.0, 0.0, 3.0, 4.0]
+    assert local.outgoing(snapshot, base, spans).whole().tolist() == [0.0, 0.0, 3.0, 4.0]
     local.accepted(snapshot, base, [(0, 4)], [])
     assert snapshot.tolist() == [0.0, 0.0, 3.0, 4.0], "progress without samples still counts from the base"
     snapshot = torch.tensor([1.0, 2.0, 5.0, 10.0])
     gradients = GradientSum()
-    assert gradients.values(snapshot, base, spans).tolist() == [0.0, 0.0, 1.0, 2.0]
+    assert gradients.outgoing(snapshot, base, spans).whole().tolist() == [0.0, 0.0, 1.0, 2.0]
     body = get_codec("float16").encode(torch.tensor([0.5]))
     gradients.accepted(snapshot, base, [(0, 4)], [SentPart(2, 3, body, get_codec("float16"))])
     assert snapshot.tolist() == [1.0, 2.0, 2.5, 0.0]

@@ -25,6 +25,7 @@ from local_rounds import (
 )
 
 from peers.closing import ClosingTimes
+from peers.contribution import Outgoing
 from peers.ledger import Ledger, PendingSpan
 from peers.messages import Average, AveragedPart, AverageHeader, Part, PartHeader
 from peers.reducer import Rules
@@ -311,7 +312,7 @@ def test_a_second_stream_of_one_sender_is_not_read() -> None:
 
     async def scene() -> tuple[int, int]:
         contributions = random_contributions(2, 4)
-        reducer = Round(plan, peer(0), contributions[0], Network(plan).caller(0), PATIENT, Rules())
+        reducer = Round(plan, peer(0), Outgoing.of(contributions[0]), Network(plan).caller(0), PATIENT, Rules())
         read = 0
 
         async def parts() -> AsyncIterator[Part]:
@@ -340,7 +341,7 @@ def test_nobody_outside_the_group_is_answered(who: int) -> None:
         async def parts() -> AsyncIterator[Part]:
             yield Part(PartHeader(group_id=GROUP_ID, part=0), bytes(8))
 
-        reducer = Round(plan, peer(0), torch.zeros(4), Network(plan).caller(0), PATIENT, Rules())
+        reducer = Round(plan, peer(0), Outgoing.of(torch.zeros(4)), Network(plan).caller(0), PATIENT, Rules())
         return [answer async for answer in reducer.answer(parts(), peer(who))]
 
     assert asyncio.run(asyncio.wait_for(scene(), 30)) == []
@@ -349,7 +350,7 @@ def test_nobody_outside_the_group_is_answered(who: int) -> None:
 def test_a_group_without_us_is_no_round_of_ours() -> None:
     plan = plan_for([whole(4, 5)] * 2, 4)
     with pytest.raises(RoundVoid, match="does not contain this peer"):
-        Round(plan, peer(7), torch.zeros(4), Network(plan).caller(0), PATIENT, Rules())
+        Round(plan, peer(7), Outgoing.of(torch.zeros(4)), Network(plan).caller(0), PATIENT, Rules())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
@@ -423,7 +424,13 @@ def test_a_peer_that_slept_through_its_round_has_no_result_and_nothing_breaks() 
         network = Network(plan, silent_reducers={1, 2})
         for index, contribution in enumerate(random_contributions(3, 12)):
             network.rounds[index] = Round(
-                plan, peer(index), contribution, network.caller(index), PATIENT, Rules(), residual=lambda a, b: None
+                plan,
+                peer(index),
+                Outgoing.of(contribution),
+                network.caller(index),
+                PATIENT,
+                Rules(),
+                residual=lambda a, b: None,
             )
         sleeper = asyncio.create_task(network.rounds[0].run())
         await asyncio.sleep(0)
