@@ -35,7 +35,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PROTOCOL_VERSION: int = 3
+PROTOCOL_VERSION: int = 4
 """What peers say to each other. Part of the fingerprint: peers of different versions cannot meet."""
 
 EXAMPLES: tuple[str, ...] = ("stdlib-text", "digits")
@@ -224,8 +224,9 @@ class AveragingSection(_Section):
     """peers that exchange contributions directly (2 to 64); more than that in one round make several groups, which
     end on the same base."""
 
-    codec: Literal["float32", "float16", "int8", "int4", "sparse"] = "float32"
-    """how contributions travel: "float32", "float16", "int8", "int4" or "sparse": 4 to 0.03 bytes a parameter."""
+    codec: Literal["float32", "float16", "int8", "int4", "sparse", "auto"] = "float32"
+    """how contributions travel: "float32", "float16", "int8", "int4" or "sparse": 4 to 0.03 bytes a parameter; or
+    "auto": each peer encodes its own as strongly as its line needs, "int8" if it can."""
 
     answer_codec: Literal["float32", "float16", "int8", "int4"] = "float32"
     """how averages travel: "float32", "float16", "int8" or "int4"."""

@@ -176,6 +176,8 @@ class RoundAnnouncement(_Record):
     """Whether others can open connections to it; who cannot be dialled averages nothing for others."""
     cadence: Literal[1, 2, 4] = 1
     """As in its profile; who skips rounds for its line's sake averages nothing for others."""
+    codec: Literal["int8", "int4", "sparse"] = "int8"
+    """How its contribution is encoded, in runs that leave that to each peer."""
 
     @model_validator(mode="after")
     def _spans_are_consistent(self) -> RoundAnnouncement:

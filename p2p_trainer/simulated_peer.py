@@ -18,8 +18,9 @@ from hivemind.p2p import PeerID
 from dht_config.address import SHA256_MULTIHASH_PREFIX
 from p2p_trainer.scene import EmulatedPeer, Moment
 from peers.cadence import Cadence
-from peers.closing import LinkRate, Reliability, TransferTimes
+from peers.closing import Reliability, TransferTimes
 from peers.ledger import Ledger, PendingSpan
+from peers.line import LinkRate
 from peers.lineage import Claim
 from peers.messages import MAX_RECEIPTS, AveragedPart, Receipt
 from peers.outer import NO_HISTORY
@@ -221,7 +222,8 @@ class SimulatedPeer:
     link_rate: LinkRate = field(default_factory=LinkRate)
     busy: set[int] = field(default_factory=set)
     """Fragments in a round or a fetch."""
-    sending: set[int] = field(default_factory=set)
+    sending: dict[int, float] = field(default_factory=dict)
+    """Fragments whose round is under way, and when all of its own contribution has gone out."""
     """Fragments whose rounds share its line now."""
     fetching: set[int] = field(default_factory=set)
     starts: int = 0

@@ -70,6 +70,10 @@ class MemberFlow:
     arrivals: list[float] = field(default_factory=list)
     """At a reducer, when members' contributions were complete."""
     bytes_sent: int = 0
+    sent_seconds: float = 0.0
+    """Since the round began, when all of its contribution has gone out."""
+    bytes_counted: int = 0
+    """Of its contribution, what came in time."""
     bytes_received: int = 0
 
     def fail(self, reducer: int | None, at_seconds: float) -> None:
@@ -109,7 +113,10 @@ class _Play:
     def __init__(self, plan: RoundPlan, participants: Sequence[Participant], rules: Rules) -> None:
         self.plan, self.participants, self.rules = plan, participants, rules
         self.flows = tuple(MemberFlow() for _ in plan.members)
-        self.contribution_bytes = [_encoded_bytes(share, rules.codec) for share in plan.shares]
+        codecs = [rules.codec_of(member) for member in plan.members]
+        of_codec = {codec: [_encoded_bytes(share, codec) for share in plan.shares] for codec in set(codecs)}
+        self.contribution_bytes = [of_codec[codec] for codec in codecs]
+        """Of each member, for each share."""
         self.answer_bytes = [_encoded_bytes(share, rules.answer_codec) for share in plan.shares]
         # A contribution goes out to all reducers at once over one line, and all averages come over one.
         self.sends, self.takes = [0] * len(self.flows), [0] * len(self.flows)
@@ -117,10 +124,12 @@ class _Play:
             for group, reducer in zip(plan.groups, share.reducers, strict=True):
                 for index in group:
                     if index != reducer:
-                        self.sends[index] += self.contribution_bytes[number]
+                        self.sends[index] += self.contribution_bytes[index][number]
                         self.takes[index] += self.answer_bytes[number]
 
     def run(self) -> RoundFlow:
+        for flow, participant, sends in zip(self.flows, self.participants, self.sends, strict=True):
+            flow.sent_seconds = participant.ready_seconds + sends / participant.line.up_bytes_per_second
         included = []
         for number, share in enumerate(self.plan.shares):
             members = frozenset[int]()
@@ -140,8 +149,9 @@ class _Play:
 
     def _collect(self, number: int, group: Sequence[int], reducer: int) -> _Reduced:
         """The contributions of a group's members at their reducer of a share, until it waits for no more of them."""
-        there, size, flow = self.participants[reducer], self.contribution_bytes[number], self.flows[reducer]
-        receiving_seconds = size * (len(group) - 1) / there.line.down_bytes_per_second
+        there, flow = self.participants[reducer], self.flows[reducer]
+        sizes = {index: self.contribution_bytes[index][number] for index in group if index != reducer}
+        receiving_seconds = sum(sizes.values()) / there.line.down_bytes_per_second
         arrivals: dict[int, float] = {}
         gone: dict[int, float] = {}
         for index in group:
@@ -153,8 +163,8 @@ class _Play:
             if arrives <= min(member.stops_seconds, there.stops_seconds) and math.isfinite(arrives):
                 arrivals[index] = max(arrives, there.ready_seconds)
                 if index != reducer:
-                    self.flows[index].bytes_sent += size
-                    flow.bytes_received += size
+                    self.flows[index].bytes_sent += sizes[index]
+                    flow.bytes_received += sizes[index]
                     flow.arrivals.append(arrivals[index] - there.ready_seconds)
             elif not member.silent:
                 gone[index] = max(member.stops_seconds, there.ready_seconds)
@@ -163,6 +173,8 @@ class _Play:
         weights = {index: self.rules.total_weight(self.plan.members[index], start, stop) for index in group}
         closes = _closes(arrivals, gone, weights, there.ready_seconds, there.times)
         inside = frozenset(index for index, arrives in arrivals.items() if arrives <= closes)
+        for index in inside - {reducer}:
+            self.flows[index].bytes_counted += sizes[index]
         return _Reduced(reducer=reducer, closed_seconds=closes, included=inside)
 
     def _exchange(self, number: int, reduced: Sequence[_Reduced]) -> tuple[list[float], frozenset[int]]:

@@ -64,7 +64,7 @@ class SimulatedSwarm:
                         REDUCER_DISTRUST_CYCLES * model.schedule.cycle_seconds, REDUCER_DISTRUST_DOUBLINGS
                     ),
                     moments=deque(emulated.life.moments()),
-                    cadence=Cadence(model.schedule),
+                    cadence=Cadence(model.schedule, model.averaging.codec),
                 )
             )
 
@@ -145,7 +145,7 @@ class SimulatedSwarm:
         peer.busy.clear()
         peer.sending.clear()
         peer.heard_of.clear()
-        peer.cadence = Cadence(self.world.schedule)
+        peer.cadence = Cadence(self.world.schedule, self.world.model.averaging.codec)
         peer.fetching.clear()
         self._bases.forget(peer)
 

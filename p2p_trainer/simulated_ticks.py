@@ -22,8 +22,9 @@ from p2p_trainer.simulated_peer import MadeBase, SimulatedPeer
 from p2p_trainer.simulated_round import Line, MemberFlow, Participant, RoundFlow, play_round
 from p2p_trainer.simulated_world import World
 from peers.attempts import ATTEMPTS, next_attempt, search_times
-from peers.cadence import is_due, line_use, pace
-from peers.closing import RateMeter, announced_seconds, closing_times
+from peers.cadence import is_due, pace
+from peers.closing import announced_seconds, closing_times
+from peers.line import LineRate, LineUse, RateMeter, limiting, line_use
 from peers.lineage import Claim, has_quorum
 from peers.messages import MAX_GROUP_SIZE, AveragedPart, extend_history
 from peers.presence import RECORD_SECONDS
@@ -140,7 +141,8 @@ class Ticks:
             return None
         if tick.fragment in peer.busy:
             self._report(peer, holding.claim, report, "the previous round or a fetch is still under way")
-            self._missed(peer, tick)
+            if self._world.now < peer.sending.get(tick.fragment, math.inf):  # else others hold it open
+                self._missed(peer, tick)
             return None
         if self._bases.better_claim(peer, tick.fragment) is not None:
             self._report(peer, holding.claim, report, "the swarm has moved on; fetching its base first")
@@ -166,6 +168,7 @@ class Ticks:
             kilobits_per_second=int(1000 * (rate or 0.0)),
             distrusted=peer.reducers.distrusted(self._world.now),
             cadence=peer.cadence.announced,
+            codec=peer.cadence.chosen_codec,
         )
         return _Brought(peer=peer, start=peer.starts, member=member, report=report)
 
@@ -265,12 +268,14 @@ class Ticks:
             self._give_up(tick, ordered, "nobody in the group has samples to contribute")
             return
         rules, began = self._world.model.rules, min(knows)
-        transfer_bytes = 2 * rules.codec.encoded_bytes(plan.size)
-        slowest_seconds = announced_seconds((member.kilobits_per_second for member in plan.members), transfer_bytes)
+        moved = [rules.transfer_bytes(member, plan.size) for member in plan.members]
+        transfer_bytes = max(moved)
+        kilobits = (member.kilobits_per_second for member in plan.members)
+        slowest_seconds = announced_seconds(zip(moved, kilobits, strict=True))
         participants = []
         for one, at in zip(ordered, knows, strict=True):
             stops, silent = one.peer.stops_after(self._world.now)
-            one.peer.sending.add(tick.fragment)
+            one.peer.sending[tick.fragment] = math.inf
             times = closing_times(
                 one.peer.arrival_times.expected_seconds(transfer_bytes),
                 one.peer.round_times.expected_seconds(transfer_bytes),
@@ -287,6 +292,8 @@ class Ticks:
                 )
             )
         flow = play_round(plan, participants, rules)
+        for one, member in zip(ordered, flow.members, strict=True):
+            one.peer.sending[tick.fragment] = began + member.sent_seconds
         mates = frozenset(one.peer.id_text for one in ordered)
         for one in ordered:
             one.peer.work.holdings[tick.fragment].contributes(tick.number, mates)
@@ -349,16 +356,16 @@ class Ticks:
             self._give_up(tick, [one], ASLEEP)
             return
         peer.advance(self._world.now)
-        peer.sending.discard(tick.fragment)
+        peer.sending.pop(tick.fragment, None)
         one.report["bytes_sent"] += flow.bytes_sent
         one.report["bytes_received"] += flow.bytes_received
         peer.round_times.note(transfer_bytes, self._world.now - began)
         for arrived in flow.arrivals:
             peer.arrival_times.note(transfer_bytes, arrived)
         meter = RateMeter(began)
-        meter.note(self._world.now, up=flow.bytes_sent, down=flow.bytes_received)
-        peer.link_rate.note(meter.bytes_per_second)
-        self._judge_line(peer, plan, meter.bytes_per_second)
+        meter.note(self._world.now, up=flow.bytes_counted, down=flow.bytes_received)
+        peer.link_rate.note(meter.rate)
+        self._judge_line(peer, plan, meter.rate)
         ids = [member.peer_id.to_bytes() for member in plan.members]
         peer.reducers.judge(
             [ids[other] for other in flow.answered], [ids[other] for other in flow.failed], self._world.now
@@ -382,23 +389,22 @@ class Ticks:
             self.group_sizes.append(len(plan.members))
         self._bases.moved_on(peer, tick.fragment)
 
-    def _judge_line(self, peer: SimulatedPeer, plan: RoundPlan, bytes_per_second: float) -> None:
-        """How often to take part from now on, as the product decides it."""
+    def _judge_line(self, peer: SimulatedPeer, plan: RoundPlan, measured: LineRate) -> None:
+        """How to encode and how often to take part from now on, as the product decides it."""
         model = self._world.model
-        changed = peer.cadence.after_round(
-            plan.tick,
-            bytes_per_second,
-            best_megabits=peer.link_rate.megabits_per_second,
-            others_kilobits=sum(one.kilobits_per_second for one in plan.members if one.peer_id != peer.peer_id),
-            use=lambda rate: line_use(
+        others_kilobits = sum(one.kilobits_per_second for one in plan.members if one.peer_id != peer.peer_id)
+        rate = limiting(measured, peer.link_rate.rate, others_kilobits)
+
+        def use(codec: str) -> LineUse:
+            return line_use(
                 model.averaging,
                 model.schedule,
+                codec=codec,
                 size=plan.size,
                 base_bytes=BASE_BYTES_PER_ELEMENT * plan.size,
-                bytes_per_second=rate,
-            ),
-        )
-        if changed:
+            )
+
+        if peer.cadence.after_round(plan.tick, rate, use):
             self._bases.announce_cadence(peer)
 
     def _took_part(self, peer: SimulatedPeer, tick: _Tick, *, late: bool) -> None:
@@ -412,7 +418,7 @@ class Ticks:
     def _lost(self, tick: _Tick, attempt: int, brought: Sequence[_Brought], now: float, reason: str) -> None:
         """An attempt came to nothing for these; another one may do better."""
         for one in brought:
-            one.peer.sending.discard(tick.fragment)
+            one.peer.sending.pop(tick.fragment, None)
             one.report["reason"] = reason
             again = next_attempt(
                 tick.begins,
@@ -436,6 +442,6 @@ class Ticks:
         for one in brought:
             if one.peer.starts == one.start and one.peer.present:
                 one.peer.busy.discard(tick.fragment)
-                one.peer.sending.discard(tick.fragment)
+                one.peer.sending.pop(tick.fragment, None)
                 self._report(one.peer, one.peer.work.holdings[tick.fragment].claim, one.report, reason)
                 self._bases.catch_up(one.peer)

@@ -46,7 +46,7 @@ class SwarmModel:
             ),
             sizes=tuple(sizes),
             rules=Rules(
-                codec=get_codec(averaging.codec),
+                codec=None if averaging.codec == "auto" else get_codec(averaging.codec),
                 answer_codec=get_codec(averaging.answer_codec),
                 weighting=get_weighting(averaging.weighting),
                 batch_size=manifest.inner_optimizer.batch_size,

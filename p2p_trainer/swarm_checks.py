@@ -15,6 +15,7 @@ from peers.codecs import get_codec
 from peers.daemon import DialOutcome
 from peers.examination import ClockCompared, Dialled, DialledBack
 from peers.fragments import FragmentLayout
+from peers.line import CODECS
 from peers.membership import View
 
 CLOCK_SECONDS = 5.0
@@ -154,9 +155,10 @@ def judge_traffic(manifest: RunManifest, layout: FragmentLayout, others_training
     A member sends its contribution to the other reducers, and the average of its share to the other members: with
     equal shares (N - 1) / N of a contribution and as much of an average, for each fragment in each cycle.
     """
+    own = manifest.averaging.codec
     bytes_a_cycle = sum(
         get_codec(codec).encoded_bytes(layout.size(fragment))
-        for codec in (manifest.averaging.codec, manifest.averaging.answer_codec)
+        for codec in (CODECS[0] if own == "auto" else own, manifest.averaging.answer_codec)
         for fragment in range(layout.num_fragments)
     )
     members = max(2, others_training + 1)

@@ -23,6 +23,7 @@ from p2p_trainer.simulated_round import RoundFlow
 from p2p_trainer.target import trainable
 from p2p_trainer.tasks import Task
 from peers.arena import SharedArena
+from peers.codecs import Codec
 from peers.contribution import SentPart
 from peers.fragment_state import FragmentState
 from peers.fragments import FragmentLayout, load_fragment
@@ -169,9 +170,9 @@ class TrainedHolding:
         self.state.unresolved_mates |= mates
         self.state.contributes(tick)
 
-    def sent(self, start: int, stop: int, lossy: list[SentPart]) -> torch.Tensor:
+    def sent(self, start: int, stop: int, codec: Codec, lossy: list[SentPart]) -> torch.Tensor:
         """What a reducer decodes of this contribution's elements; noted in ``lossy`` if that is something else."""
-        values, codec = self.values[start:stop], self._run.rules.codec
+        values = self.values[start:stop]
         if codec.lossless:
             return values
         lossy.append(SentPart(start, stop, codec.encode(values), codec))
@@ -243,7 +244,7 @@ async def _reduced(rules: Rules, plan: RoundPlan, flow: RoundFlow, holdings: Seq
                 for part, (start, stop) in enumerate(share.parts):
                     values = holdings[index].values[start:stop]
                     if index != own:
-                        values = holdings[index].sent(start, stop, lossy[index])
+                        values = holdings[index].sent(start, stop, rules.codec_of(plan.members[index]), lossy[index])
                     await reducer.add(index, part, values)
         for source, reducer in reducers.items():
             for root, parts in reducer.rooted.items():

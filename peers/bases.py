@@ -10,11 +10,10 @@ from hivemind.p2p import PeerID
 
 from peers.base_fetch import BaseFetcher
 from peers.base_server import BaseServer
-from peers.cadence import line_use
-from peers.closing import MEASURABLE_BYTES
 from peers.context import RunContext
 from peers.donors import DonorRecords
 from peers.fragment_state import FragmentState, counts_at_start
+from peers.line import MEASURABLE_BYTES, LineRate, line_use
 from peers.lineage import Claim, choose_base, in_step
 from peers.messages import BaseAnswer, BaseRequest, BaseRequestHeader
 from peers.pipe import Event, Rebased, Synced, Syncing, Waiting
@@ -140,11 +139,12 @@ class BaseKeeper:
         use = line_use(
             self._run.manifest.averaging,
             self._run.schedule,
+            codec=self._presence.cadence.codec,
             size=biggest.size,
             base_bytes=biggest.num_bytes,
-            bytes_per_second=fetched_bytes / max(seconds, 1e-6),
         )
-        self._presence.cadence.measured(use, self._run.schedule.tick_at(self._run.clock.now()))
+        rate = LineRate(down=fetched_bytes / max(seconds, 1e-6))
+        self._presence.cadence.measured(rate, use, self._run.schedule.tick_at(self._run.clock.now()))
 
     def better_claim(self, state: FragmentState) -> Claim | None:
         """What we should fetch for this fragment; a version 0 must be the one the organiser signed.

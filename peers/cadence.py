@@ -12,19 +12,10 @@ Fragments are staggered, so that a slow line carries something all the time inst
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
 
-from dht_config.manifest import AveragingSection
 from peers.clock import Schedule
-from peers.codecs import get_codec
+from peers.line import CADENCES, CAUTION, CODECS, CadenceValue, CodecName, LineRate, LineUse, next_codec
 
-CadenceValue = Literal[1, 2, 4]
-CADENCES: tuple[CadenceValue, ...] = (1, 2, 4)
-SHARE_OF_LINE = 0.8
-"""Rounds and the fetching between them may take this much of a line's time."""
-CAUTION = 0.8
-"""A cadence is lowered only if it would do at this part of the measured rate: not to and fro."""
 PATIENCE_CYCLES = 1 / 3
 """A round has brought its base after this time, or has failed."""
 LATE_IN_A_ROW = 3
@@ -33,8 +24,6 @@ PROBE_CYCLES, PROBE_DOUBLINGS = 8, 3
 """Cycles after which a peer tries a lower cadence although nothing speaks for it; each failure doubles them."""
 IN_TIME_ROUNDS = 4
 """Rounds in time, none closed without it, before a peer takes part more often again."""
-LIMITING = 0.5
-"""A rate below this part of the others' rates together is our own line's."""
 
 
 def is_due(schedule: Schedule, tick: int, cadence: int) -> bool:
@@ -54,40 +43,6 @@ def steady(cadences: Mapping[str, int]) -> frozenset[str]:
     return frozenset(peer for peer, cadence in cadences.items() if cadence <= most)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LineUse:
-    """What rounds want of a line, and what it carries."""
-
-    round_bytes: int
-    """Of one round, in the direction that carries more."""
-    base_bytes: int
-    """Of a base with its outer state, which is fetched after each round that was skipped."""
-    bytes_per_second: float
-    tick_seconds: float
-
-    def share(self, cadence: int) -> float:
-        """The part of its time that the line is busy at this cadence; above 1 it cannot keep up."""
-        fetched = self.base_bytes if cadence > 1 else 0
-        return (self.round_bytes + fetched) / (self.bytes_per_second * self.tick_seconds * cadence)
-
-    def least_cadence(self) -> CadenceValue:
-        """The lowest at which the line keeps up; the highest if it never does."""
-        return next((cadence for cadence in CADENCES if self.share(cadence) <= SHARE_OF_LINE), CADENCES[-1])
-
-
-def line_use(
-    averaging: AveragingSection, schedule: Schedule, *, size: int, base_bytes: int, bytes_per_second: float
-) -> LineUse:
-    """What a run's rounds of a fragment of ``size`` elements want of a line."""
-    codecs = (get_codec(averaging.codec), get_codec(averaging.answer_codec))
-    return LineUse(
-        round_bytes=max(codec.encoded_bytes(size) for codec in codecs),
-        base_bytes=base_bytes,
-        bytes_per_second=bytes_per_second,
-        tick_seconds=schedule.tick_seconds,
-    )
-
-
 class Cadence:
     """One peer's own cadence, as it announces it and as it keeps it.
 
@@ -95,13 +50,25 @@ class Cadence:
     it for a cycle, at a round in which this peer is due anyhow: it would come to rounds for which nobody waits.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, codec: str = "float32") -> None:
         self._schedule = schedule
+        self._codec = codec
+        self._chosen: CodecName = CODECS[0]
         self._kept: CadenceValue = 1
         self._announced: CadenceValue = 1
-        self._since_tick = 0
+        self._since_tick = self._changed_tick = 0
         self._late = self._in_time = 0
         self._patience_doublings = 0
+
+    @property
+    def codec(self) -> str:
+        """How our contributions are encoded: the run's choice, or ours."""
+        return self._chosen if self._codec == "auto" else self._codec
+
+    @property
+    def chosen_codec(self) -> CodecName:
+        """Ours, which counts if the run leaves it to us."""
+        return self._chosen
 
     @property
     def announced(self) -> CadenceValue:
@@ -130,32 +97,20 @@ class Cadence:
         last = schedule.begins(coming - schedule.fragments)
         return known_since >= last or now >= last + PATIENCE_CYCLES * schedule.cycle_seconds
 
-    def after_round(
-        self,
-        tick: int,
-        bytes_per_second: float,
-        *,
-        best_megabits: float | None,
-        others_kilobits: int,
-        use: Callable[[float], LineUse],
-    ) -> bool:
-        """What a round's traffic says of our line; returns whether this changes our cadence.
+    def after_round(self, tick: int, rate: LineRate, use: Callable[[str], LineUse]) -> bool:
+        """A round's traffic has been looked at; returns whether this changes our cadence. It may change our codec.
 
-        Our line may be what limited a round only if it carried much less than the others' lines together do.
-
-        :param bytes_per_second: of this round; 0 if too little was moved to say
-        :param best_megabits: a second, what the line is known to carry; None before that was measured
-        :param others_kilobits: a second, the sum of what the other members announced
-        :param use: what rounds want of a line of so many bytes a second
+        :param rate: what limits us, as far as that is known
+        :param use: what rounds want of our line with each codec
         """
-        if best_megabits is None or bytes_per_second <= 0 or 1000 * best_megabits > LIMITING * others_kilobits:
-            return self.unlimited(tick)
-        return self.measured(use(best_megabits * 1e6 / 8), tick)
+        if self._codec == "auto":
+            self._chosen = next_codec(self._chosen, rate, use)
+        return self.measured(rate, use(self.codec), tick) if rate.is_known else self.unlimited(tick)
 
-    def measured(self, use: LineUse, tick: int) -> bool:
+    def measured(self, rate: LineRate, use: LineUse, tick: int) -> bool:
         """What our line is known to carry, while its own rate is what limits it; returns whether this changes ours."""
-        needed = use.least_cadence()
-        cautious = replace(use, bytes_per_second=CAUTION * use.bytes_per_second).least_cadence()
+        needed = use.least_cadence(rate)
+        cautious = use.least_cadence(rate.times(CAUTION))
         if needed > self._announced:
             return self._set(needed, tick)
         if cautious < self._announced and self._in_time:
@@ -165,6 +120,10 @@ class Cadence:
     def took_part(self, tick: int, *, late: bool) -> bool:
         """A round is over, for us in time or not; returns whether this changes our cadence."""
         self._late, self._in_time = (self._late + 1, 0) if late else (0, self._in_time + 1)
+        stronger = CODECS[CODECS.index(self._chosen) + 1 :]
+        if self._late >= LATE_IN_A_ROW and self._codec == "auto" and stronger:
+            self._choose(stronger[0], tick)  # before it skips rounds
+            return False
         return self._after_lateness(tick)
 
     def missed(self, tick: int) -> bool:
@@ -185,12 +144,17 @@ class Cadence:
     def probe(self, tick: int) -> bool:
         """To be asked at every tick: whether it is time to see if we cannot take part more often after all.
 
-        Each time that turns out wrong doubles the time until the next. Returns whether this changes our cadence.
+        Or, in every round, with a better codec. Each time that turns out wrong doubles the time until the next.
+        Returns whether this changes our cadence.
         """
         wait_cycles = PROBE_CYCLES * 2**self._patience_doublings
-        if self._announced == 1 or tick < self._since_tick + wait_cycles * self._schedule.fragments:
+        best = self._announced == 1 and self._chosen == CODECS[0]
+        if best or tick < self._changed_tick + wait_cycles * self._schedule.fragments:
             return False
         self._patience_doublings = min(PROBE_DOUBLINGS, self._patience_doublings + 1)
+        if self._announced == 1:
+            self._choose(CODECS[CODECS.index(self._chosen) - 1], tick)
+            return False
         return self._set(_lower(self._announced), tick)
 
     def _after_lateness(self, tick: int) -> bool:
@@ -199,8 +163,12 @@ class Cadence:
             return self._set(CADENCES[position + 1], tick)
         return False
 
+    def _choose(self, codec: CodecName, tick: int) -> None:
+        self._chosen, self._changed_tick = codec, tick
+        self._late = self._in_time = 0
+
     def _set(self, cadence: CadenceValue, tick: int) -> bool:
-        self._announced, self._since_tick = cadence, tick
+        self._announced, self._since_tick, self._changed_tick = cadence, tick, tick
         self._kept = max(self._kept, cadence)
         self._late = self._in_time = 0
         return True

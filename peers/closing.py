@@ -20,10 +20,6 @@ RECENT = 32
 LEAST_SECONDS = 0.5
 """A busy machine needs it to answer at all."""
 ENOUGH_WEIGHT = 0.9
-MOST_MEGABITS_PER_SECOND = 1e6
-"""What an announcement may say."""
-MEASURABLE_BYTES = 1 << 20
-"""Fewer bytes say more of a link's latency than of its rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +78,12 @@ def closing_times(
     return ClosingTimes(grace_seconds=grace, deadline_seconds=deadline)
 
 
-def announced_seconds(kilobits_per_second: Iterable[int], transfer_bytes: int) -> float:
-    """What the slowest member needs for the transfer at the rate that it announced; 0 if nobody announced any.
+def announced_seconds(transfers: Iterable[tuple[int, int]]) -> float:
+    """What the slowest member needs for its transfer at the rate that it announced; 0 if nobody announced any.
 
-    :param kilobits_per_second: of each member, 0 for one that announced none
+    :param transfers: bytes, and kilobits a second, of each member; 0 for one that announced none
     """
-    rates = [rate for rate in kilobits_per_second if rate > 0]
-    return transfer_bytes / (min(rates) * 125.0) if rates else 0.0
+    return max((moved / (rate * 125.0) for moved, rate in transfers if rate > 0), default=0.0)
 
 
 def enough(there: float, expected: float) -> bool:
@@ -104,50 +99,6 @@ def last_seconds(deadline_seconds: float, groups: int) -> float:
 def longest_seconds(deadline_seconds: float, groups: int) -> float:
     """After this nobody can want anything of a round."""
     return last_seconds(deadline_seconds, groups) * 1.5 + 1.5
-
-
-class LinkRate:
-    """What our line has carried: the best of recent rounds, since others' lines and stalls only ever lower it."""
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=RECENT)
-
-    def note(self, bytes_per_second: float) -> None:
-        """:param bytes_per_second: each way, the slower one; 0 if too little was moved to say"""
-        if bytes_per_second > 0:
-            self._recent.append(bytes_per_second)
-
-    @property
-    def megabits_per_second(self) -> float | None:
-        """None before the first measurement."""
-        return min(MOST_MEGABITS_PER_SECOND, max(self._recent) * 8 / 1e6) if self._recent else None
-
-
-class RateMeter:
-    """The rate of one round's traffic: the most that was carried from its beginning to any later moment.
-
-    A fast line is done with fast peers while it still waits for slow ones; the mean over the whole round would give
-    it the rate of the slowest.
-    """
-
-    def __init__(self, began: float) -> None:
-        self._began = began
-        self._up = self._down = 0
-        self._best_up = self._best_down = 0.0
-
-    def note(self, now: float, *, up: int = 0, down: int = 0) -> None:
-        """:param up: bytes that are known to have arrived :param down: bytes received"""
-        self._up += up
-        self._down += down
-        seconds = max(1e-6, now - self._began)
-        if self._up >= MEASURABLE_BYTES:
-            self._best_up = max(self._best_up, self._up / seconds)
-        if self._down >= MEASURABLE_BYTES:
-            self._best_down = max(self._best_down, self._down / seconds)
-
-    @property
-    def bytes_per_second(self) -> float:
-        return min(self._best_up, self._best_down)
 
 
 class Reliability:

@@ -258,4 +258,5 @@ def _member(peer_id: PeerID, announcement: RoundAnnouncement) -> GroupMember:
         distrusted=announcement.distrusted,
         can_be_dialled=announcement.can_be_dialled,
         cadence=announcement.cadence,
+        codec=announcement.codec,
     )

@@ -67,7 +67,7 @@ class Presence:
         self.caught_up = False
         """Whether our base of any fragment has been the swarm's. Before that nobody should count on us: on a line too
         slow to keep up, a peer that rounds wait for would hold everybody up."""
-        self.cadence = Cadence(run.schedule)
+        self.cadence = Cadence(run.schedule, run.manifest.averaging.codec)
         self._own_peer = str(run.settings.identity.peer_id)
         self._goodbye = False
         self._own_record: Member | None = None

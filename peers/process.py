@@ -40,7 +40,7 @@ END_SECONDS = 0.5
 UNSENT_EVENTS = 1000
 """Metrics are dropped beyond this; nothing else is."""
 WRITE_OUT_SECONDS = 1.0
-KEPT_FREE_BYTES = 64 * 1024 * 1024
+KEPT_FREE_BYTES = 32 * 1024 * 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 

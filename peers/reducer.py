@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from peers.closing import enough
-from peers.codecs import Codec, Float32, MalformedBody
+from peers.codecs import Codec, Float32, MalformedBody, get_codec
 from peers.contribution import Outgoing
 from peers.ledger import PendingSpan
 from peers.messages import mask_of
@@ -61,13 +61,21 @@ class Averaged:
 class Rules:
     """How a run averages: what its manifest says, as objects."""
 
-    codec: Codec = PLAIN
-    """How contributions travel."""
+    codec: Codec | None = PLAIN
+    """How contributions travel; None if each member says so in its announcement."""
     answer_codec: Codec = PLAIN
     """How averages travel."""
     weighting: Weighting = BY_SAMPLES
     batch_size: int = MAX_BATCH
     """No inner step holds more samples."""
+
+    def codec_of(self, member: GroupMember) -> Codec:
+        """How a member's contribution travels."""
+        return self.codec or get_codec(member.codec)
+
+    def transfer_bytes(self, member: GroupMember, size: int) -> int:
+        """What a round of ``size`` elements moves over a member's line, both ways together."""
+        return self.codec_of(member).encoded_bytes(size) + self.answer_codec.encoded_bytes(size)
 
     def steps(self, span: PendingSpan) -> int:
         """Inner steps, as many as can be: understating or, with fednova, overstating them would raise a weight."""
@@ -231,7 +239,7 @@ class PartReducer:
         """Check a body and decode it to float32 ``(size,)``. :raises InvalidPart: with the reason."""
         open_part = self.part(part)
         if source in self._group:
-            return decode_values(self._rules.codec, body, open_part.size)
+            return decode_values(self._rules.codec_of(self._plan.members[source]), body, open_part.size)
         heaviest = max((self._weight(member, open_part) for member in self._members_of(source)), default=0.0)
         limit = MAX_ABSOLUTE_DIFFERENCE * max(1.0, heaviest) * len(self._members_of(source))
         return decode_values(PLAIN, body, open_part.size, limit)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from hivemind.p2p import PeerID
 
-from peers.closing import ClosingTimes, RateMeter, last_seconds, longest_seconds
+from peers.closing import ClosingTimes, last_seconds, longest_seconds
 from peers.contribution import Outgoing, SentPart
+from peers.line import RateMeter
 from peers.messages import (
     Average,
     AveragedPart,
@@ -94,6 +95,7 @@ class Round:
         self._contribution = contribution
         self._call_reducer = call_reducer
         self._times, self._rules, self._on_arrival = times, rules, on_arrival
+        self._codec = rules.codec_of(plan.members[own_index])
         self._last_seconds = last_seconds(times.deadline_seconds, len(plan.groups))
         self.lossy: list[SentPart] = []
         """What a lossy codec made of the contribution where it has been sent; grows until the last duty is done."""
@@ -102,6 +104,7 @@ class Round:
         self._included: dict[tuple[int, int], list[int]] = {}
         self._sent: dict[tuple[int, int], int] = {}
         """Bytes of what has gone out, by element range."""
+        self._handing_over = 0
         self._streaming: set[int] = set()
         self._began = asyncio.get_running_loop().time()
         self.meter = RateMeter(self._began)
@@ -117,6 +120,11 @@ class Round:
         """Members that have not had all our averages yet."""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Resolves when nobody waits for anything of this round, and its memory has been given back."""
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether all that we contribute has gone out; what is still to come is not up to us."""
+        return self._handing_over == 0
 
     @property
     def longest_seconds(self) -> float:
@@ -307,20 +315,24 @@ class Round:
         return reason
 
     async def _parts_for(self, share: Share) -> AsyncIterator[Part]:
-        codec = self._rules.codec
-        for part, (start, stop) in enumerate(share.parts):
-            try:
-                body = await off_loop(stop - start, self._encode, start, stop)
-            except ValueError:
-                return  # not finite: the reducer goes on without us, and still gives us its averages
-            if not codec.lossless:
-                self.lossy.append(SentPart(start, stop, body, codec))
-            self.bytes_sent += len(body)
-            self._sent[start, stop] = len(body)
-            yield Part(PartHeader(group_id=self.plan.group_id, part=part), body)
+        codec = self._codec
+        self._handing_over += 1
+        try:
+            for part, (start, stop) in enumerate(share.parts):
+                try:
+                    body = await off_loop(stop - start, self._encode, start, stop)
+                except ValueError:
+                    return  # not finite: the reducer goes on without us, and still gives us its averages
+                if not codec.lossless:
+                    self.lossy.append(SentPart(start, stop, body, codec))
+                self.bytes_sent += len(body)
+                self._sent[start, stop] = len(body)
+                yield Part(PartHeader(group_id=self.plan.group_id, part=part), body)
+        finally:
+            self._handing_over -= 1
 
     def _encode(self, start: int, stop: int) -> bytes | memoryview:
-        return self._rules.codec.encode(self._contribution.part(start, stop))
+        return self._codec.encode(self._contribution.part(start, stop))
 
     async def _sums_for(self, parts: Sequence[int]) -> AsyncIterator[Part]:
         for number in parts:
@@ -351,8 +363,8 @@ class Round:
             codec, size = self._rules.answer_codec, stop - start
             values = await off_loop(size, decode_values, codec, message.body, size, MAX_ABSOLUTE_AVERAGE)
             self.bytes_received += len(message.body)
-            # What comes back has been there: that much of what we sent has arrived.
-            arrived = self._sent.get((start, stop), 0)
+            # What is in the average has been there; of what came too late, some may still be on its way.
+            arrived = self._sent.get((start, stop), 0) if self.own_index in included else 0
             self.meter.note(asyncio.get_running_loop().time(), up=arrived, down=len(message.body))
             await take(header.part, message.body, values, included)
             received += 1

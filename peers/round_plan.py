@@ -30,6 +30,7 @@ from fractions import Fraction
 from hivemind.p2p import PeerID
 
 from peers.ledger import PendingSpan
+from peers.line import CodecName
 from peers.messages import AveragedPart, Contributor, Receipt
 
 
@@ -49,6 +50,8 @@ class GroupMember:
     can_be_dialled: bool = True
     cadence: int = 1
     """It takes part in one of so many rounds."""
+    codec: CodecName = "int8"
+    """Of its contribution, where the run leaves that to each peer."""
 
     def mean_samples(self, size: int) -> float:
         """Samples that it brings, mean over the fragment's ``size`` elements."""

@@ -16,8 +16,7 @@ from dht_config.keys import matchmaking_prefix
 from dht_config.records import MAX_DISTRUSTED, MAX_SPANS, RoundAnnouncement, sign_announcement
 from peers.attempts import ATTEMPTS, MEET_AGAIN_LEADS, next_attempt, search_times
 from peers.bases import BaseKeeper
-from peers.cadence import line_use
-from peers.closing import LinkRate, Reliability, TransferTimes, announced_seconds, closing_times
+from peers.closing import Reliability, TransferTimes, announced_seconds, closing_times
 from peers.codecs import get_codec
 from peers.context import RunContext
 from peers.contributed import note_contributed
@@ -25,6 +24,7 @@ from peers.contribution import Outgoing
 from peers.fragment_state import FragmentState
 from peers.grouping import AWAKE_SECONDS, FragmentMatchmaking, GroupSearch, NodeAsDHT
 from peers.ledger import PendingSpan
+from peers.line import CodecName, LineRate, LineUse, LinkRate, limiting, line_use
 from peers.lineage import held_again
 from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
@@ -62,6 +62,8 @@ class _Brought:
     taken: SnapshotTaken
     spans: tuple[PendingSpan, ...]
     values: Outgoing
+    codec: CodecName
+    """How it is encoded, where the run leaves that to us."""
 
 
 class RoundKeeper:
@@ -73,7 +75,7 @@ class RoundKeeper:
         self._outer = build_outer_optimizer(run.manifest.outer_optimizer)
         gradient = self._gradient = averaging.mode == "gradient"
         self._rules = Rules(
-            codec=get_codec(averaging.codec),
+            codec=None if averaging.codec == "auto" else get_codec(averaging.codec),
             answer_codec=get_codec(averaging.answer_codec),
             weighting=BY_SAMPLES if gradient else get_weighting(averaging.weighting),
             batch_size=MAX_BATCH if gradient else run.manifest.inner_optimizer.batch_size,
@@ -86,6 +88,8 @@ class RoundKeeper:
         self._found_nobody = False
         self._needed_samples = ENOUGH * averaging.global_batch
         self._register = RoundRegister()
+        self._under_way: dict[int, Round] = {}
+        """By fragment."""
         self._matchmaking: dict[str, FragmentMatchmaking] = {}
         dht = NodeAsDHT(run.node)
         for state in run.fragments:
@@ -147,6 +151,7 @@ class RoundKeeper:
             "attempts": 0,
             "bytes_sent": 0,
             "bytes_received": 0,
+            "codec": self._presence.cadence.codec,
             "cadence": self._presence.pace(),
             "due": self._presence.cadence.take_turn(tick),
         }
@@ -157,7 +162,9 @@ class RoundKeeper:
             report["reason"] = "most peers skip this round: their lines do not carry more"
         elif state.busy.locked():
             report["reason"] = "the previous round or a fetch of this fragment is still under way"
-            self._missed(tick)
+            current = self._under_way.get(state.index)
+            if current is None or not current.waits_for_others:  # else it is held open by a line that is not ours
+                self._missed(tick)
         else:
             async with state.busy:
                 try:
@@ -194,7 +201,9 @@ class RoundKeeper:
         except InvalidPart as error:
             await self._discard_progress(state)
             raise RoundVoid("the local parameters had diverged; they were set back to the base") from error
-        brought = _Brought(tick=tick, taken=taken, spans=spans, values=values)
+        brought = _Brought(
+            tick=tick, taken=taken, spans=spans, values=values, codec=self._presence.cadence.chosen_codec
+        )
         before = ""
         for attempt in range(ATTEMPTS):
             report["attempts"] = attempt + 1
@@ -340,6 +349,7 @@ class RoundKeeper:
             distrusted=self._reducers.distrusted(self._run.clock.now())[:MAX_DISTRUSTED],
             can_be_dialled=self._run.can_be_dialled,
             cadence=self._presence.cadence.announced,
+            codec=brought.codec,
         )
         times = search_times(
             begins,
@@ -373,11 +383,12 @@ class RoundKeeper:
         self, plan: RoundPlan, state: FragmentState, contribution: Outgoing, report: dict[str, Any]
     ) -> tuple[RoundResult, dict[tuple[int, int], bytes]]:
         """The average, who is in it, and what our own averages left out of it. :raises _Lost: :raises RoundVoid:"""
-        transfer_bytes = 2 * self._rules.codec.encoded_bytes(state.size)
+        moved = [self._rules.transfer_bytes(member, state.size) for member in plan.members]
+        transfer_bytes = max(moved)
         times = closing_times(
             self._arrival_times.expected_seconds(transfer_bytes),
             self._round_times.expected_seconds(transfer_bytes),
-            announced_seconds((member.kilobits_per_second for member in plan.members), transfer_bytes),
+            announced_seconds(zip(moved, (member.kilobits_per_second for member in plan.members), strict=True)),
             self._run.schedule.cycle_seconds,
         )
 
@@ -399,17 +410,19 @@ class RoundKeeper:
         state.contributes(plan.tick)
         state.sent = current.lossy
         began = self._run.clock.now()
+        self._under_way[state.index] = current
         try:
             result = await current.run()
         except RoundVoid as error:
             self._run.tasks.spawn(self._presence.look_for_dead([str(peer) for peer in current.failed]))
             raise _Lost(str(error)) from error
         finally:
+            del self._under_way[state.index]
             now = self._run.clock.now()
             if now - began <= current.longest_seconds + AWAKE_SECONDS:
                 # A round that failed for want of time is a measurement as well: the next one waits longer.
                 self._round_times.note(transfer_bytes, now - began)
-                self._note_rate(plan, current.meter.bytes_per_second)
+                self._note_rate(plan, current.meter.rate)
                 self._judge(current, now)
             report.update(
                 bytes_sent=report["bytes_sent"] + current.bytes_sent,
@@ -417,25 +430,25 @@ class RoundKeeper:
             )
         return result, current.reducer.left_out
 
-    def _note_rate(self, plan: RoundPlan, bytes_per_second: float) -> None:
-        self._link_rate.note(bytes_per_second)
-        own = self._run.p2p.peer_id
+    def _note_rate(self, plan: RoundPlan, measured: LineRate) -> None:
+        """What a round's traffic says of our line, and what we make of it."""
+        self._link_rate.note(measured)
         if self._gradient:
             return  # its steps want everybody's samples
-        changed = self._presence.cadence.after_round(
-            plan.tick,
-            bytes_per_second,
-            best_megabits=self._link_rate.megabits_per_second,
-            others_kilobits=sum(member.kilobits_per_second for member in plan.members if member.peer_id != own),
-            use=lambda rate: line_use(
+        own = self._run.p2p.peer_id
+        others_kilobits = sum(member.kilobits_per_second for member in plan.members if member.peer_id != own)
+        rate = limiting(measured, self._link_rate.rate, others_kilobits)
+
+        def use(codec: str) -> LineUse:
+            return line_use(
                 self._run.manifest.averaging,
                 self._run.schedule,
+                codec=codec,
                 size=plan.size,
                 base_bytes=self._run.fragments[plan.fragment].num_bytes,
-                bytes_per_second=rate,
-            ),
-        )
-        self._tell_cadence(changed)
+            )
+
+        self._tell_cadence(self._presence.cadence.after_round(plan.tick, rate, use))
 
     def _took_part(self, tick: int, *, late: bool) -> None:
         if not self._gradient:

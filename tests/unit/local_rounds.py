@@ -14,6 +14,7 @@ from peers.closing import ClosingTimes
 from peers.codecs import get_codec
 from peers.contribution import Outgoing
 from peers.ledger import PendingSpan
+from peers.line import CodecName
 from peers.messages import Average, Part
 from peers.reducer import Rules
 from peers.residual import AverageResidual
@@ -40,6 +41,7 @@ def plan_for(
     part_elements: int = 4,
     target_group_size: int = 64,
     speeds: Sequence[int] = (),
+    codecs: Sequence[CodecName] = (),
 ) -> RoundPlan:
     return plan_round(
         group_id=GROUP_ID,
@@ -53,6 +55,7 @@ def plan_for(
                 samples=100 + max(span.samples for span in own),
                 steps=10 + max(span.steps for span in own),
                 kilobits_per_second=speeds[index] if speeds else 0,
+                codec=codecs[index] if codecs else "int8",
             )
             for index, own in enumerate(spans)
         ],
@@ -78,6 +81,7 @@ class Network:
     wait_seconds: float = PATIENT_SECONDS
     grace_seconds: float | None = None
     codec: str = "float32"
+    """Empty if each member has its own."""
     answer_codec: str = "float32"
     residuals: dict[int, AverageResidual] = field(default_factory=dict)
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -145,7 +149,10 @@ def hold(network: Network, contributions: Sequence[torch.Tensor]) -> list[RoundR
                     grace_seconds=network.wait_seconds if network.grace_seconds is None else network.grace_seconds,
                     deadline_seconds=network.wait_seconds,
                 ),
-                Rules(codec=get_codec(network.codec), answer_codec=get_codec(network.answer_codec)),
+                Rules(
+                    codec=get_codec(network.codec) if network.codec else None,
+                    answer_codec=get_codec(network.answer_codec),
+                ),
                 residual=network.residuals.setdefault(index, AverageResidual()).of,
             )
         outcomes = await asyncio.gather(*(round_.run() for round_ in network.rounds.values()), return_exceptions=True)

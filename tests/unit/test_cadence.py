@@ -9,19 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.cadence import (
-    CADENCES,
     IN_TIME_ROUNDS,
     LATE_IN_A_ROW,
     PROBE_CYCLES,
     PROBE_DOUBLINGS,
-    SHARE_OF_LINE,
     Cadence,
-    LineUse,
     is_due,
     pace,
     steady,
 )
 from peers.clock import Schedule
+from peers.line import CADENCES, SHARE_OF_LINE, LineRate, LineUse
 from peers.lineage import Claim, choose_base, in_step
 
 SCHEDULE = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=4)
@@ -50,25 +48,11 @@ def test_fragments_are_staggered() -> None:
     assert [tick for tick in range(16) if is_due(SCHEDULE, tick, 4)] == [0, 7, 10, 13]
 
 
-def use(bytes_per_second: float, round_bytes: int = 100, base_bytes: int = 200) -> LineUse:
-    return LineUse(round_bytes=round_bytes, base_bytes=base_bytes, bytes_per_second=bytes_per_second, tick_seconds=1.0)
+USE = LineUse(up_bytes=100, down_bytes=100, base_bytes=200, tick_seconds=1.0)
 
 
-def test_a_line_that_carries_every_round_takes_part_in_all() -> None:
-    assert use(1000.0).least_cadence() == 1
-    assert use(100.0 / SHARE_OF_LINE).least_cadence() == 1
-
-
-def test_a_skipped_round_costs_a_base_before_the_next() -> None:
-    assert use(124.0).least_cadence() == 4, "half of (100 + 200) is more than 100"
-    assert use(124.0, base_bytes=0).least_cadence() == 2
-    assert use(1.0).least_cadence() == 4, "there is nothing above"
-
-
-@given(st.floats(1e-3, 1e12), st.floats(1e-3, 1e12), st.integers(1, 2**40), st.integers(0, 2**40))
-def test_a_faster_line_never_takes_part_less_often(one: float, other: float, round_bytes: int, base_bytes: int) -> None:
-    slow, fast = sorted((one, other))
-    assert use(fast, round_bytes, base_bytes).least_cadence() <= use(slow, round_bytes, base_bytes).least_cadence()
+def both(bytes_per_second: float) -> LineRate:
+    return LineRate(up=bytes_per_second, down=bytes_per_second)
 
 
 def due(cadence: Cadence, ticks: range) -> list[int]:
@@ -78,17 +62,17 @@ def due(cadence: Cadence, ticks: range) -> list[int]:
 def test_it_is_raised_at_once() -> None:
     cadence = Cadence(SCHEDULE)
     assert due(cadence, range(4)) == [0, 1, 2, 3]
-    assert cadence.measured(use(50.0), 3)
+    assert cadence.measured(both(50.0), USE, 3)
     assert cadence.announced == 4
     assert due(cadence, range(4, 20)) == [7, 10, 13, 16]
 
 
 def test_it_is_lowered_a_cycle_after_everybody_could_read_of_it() -> None:
     cadence = Cadence(SCHEDULE)
-    cadence.measured(use(50.0), 3)
+    cadence.measured(both(50.0), USE, 3)
     assert due(cadence, range(4, 8)) == [7]
     cadence.took_part(7, late=False)
-    assert cadence.measured(use(1000.0), 7)
+    assert cadence.measured(both(1000.0), USE, 7)
     assert cadence.announced == 1
     # Due at 10 by the old cadence, but that is less than a cycle; at 13 the new one begins.
     assert due(cadence, range(8, 18)) == [10, 13, 14, 15, 16, 17]
@@ -96,10 +80,10 @@ def test_it_is_lowered_a_cycle_after_everybody_could_read_of_it() -> None:
 
 def test_it_does_not_go_to_and_fro_with_a_rate_at_the_border() -> None:
     cadence, border = Cadence(SCHEDULE), 100.0 / SHARE_OF_LINE
-    assert cadence.measured(use(0.99 * border), 0)
+    assert cadence.measured(both(0.99 * border), USE, 0)
     cadence.took_part(1, late=False)
-    assert not cadence.measured(use(1.01 * border), 1)
-    assert cadence.measured(use(1.3 * border), 2)
+    assert not cadence.measured(both(1.01 * border), USE, 1)
+    assert cadence.measured(both(1.3 * border), USE, 2)
 
 
 def test_rounds_that_close_without_us_make_us_take_part_less_often() -> None:
@@ -107,6 +91,54 @@ def test_rounds_that_close_without_us_make_us_take_part_less_often() -> None:
     changes = [cadence.took_part(tick, late=True) for tick in range(2 * LATE_IN_A_ROW)]
     assert changes.count(True) == 2 and cadence.announced == 4
     assert not any(cadence.took_part(tick, late=True) for tick in range(10))
+
+
+def test_where_the_run_leaves_it_to_us_a_stronger_codec_comes_before_fewer_rounds() -> None:
+    cadence = Cadence(SCHEDULE, "auto")
+    seen = []
+    for tick in range(4 * LATE_IN_A_ROW):
+        cadence.took_part(tick, late=True)
+        seen.append((cadence.codec, cadence.announced))
+    assert list(dict.fromkeys(seen)) == [("int8", 1), ("int4", 1), ("sparse", 1), ("sparse", 2), ("sparse", 4)]
+    fixed = Cadence(SCHEDULE, "float32")
+    for tick in range(LATE_IN_A_ROW):
+        fixed.took_part(tick, late=True)
+    assert (fixed.codec, fixed.announced) == ("float32", 2)
+
+
+def test_a_base_that_comes_too_late_says_nothing_of_what_we_send() -> None:
+    cadence = Cadence(SCHEDULE, "auto")
+    for tick in range(2 * LATE_IN_A_ROW):
+        cadence.missed(tick)
+    assert (cadence.codec, cadence.announced) == ("int8", 4)
+
+
+def test_now_and_then_a_better_codec_is_tried_ever_more_seldom_if_it_does_not_do() -> None:
+    cadence = Cadence(SCHEDULE, "auto")
+    began, tried = 0, []
+    for tick in range(2000):
+        if not cadence.probe(tick) and cadence.codec == "int8":
+            if began:
+                tried.append(tick - began)
+            for _ in range(LATE_IN_A_ROW):
+                cadence.took_part(tick, late=True)
+            began = tick
+    assert len(tried) > 3 and tried == sorted(tried)
+    assert tried[0] == PROBE_CYCLES * 2 * SCHEDULE.fragments
+    assert tried[-1] == PROBE_CYCLES * 2**PROBE_DOUBLINGS * SCHEDULE.fragments
+
+
+def test_a_known_way_up_decides_the_codec_and_the_other_way_does_not() -> None:
+    def use_of(codec: str) -> LineUse:
+        return LineUse(
+            up_bytes={"int8": 100, "int4": 50, "sparse": 3}[codec], down_bytes=100, base_bytes=200, tick_seconds=1.0
+        )
+
+    cadence = Cadence(SCHEDULE, "auto")
+    assert not cadence.after_round(3, LineRate(up=70.0, down=1000.0), use_of)
+    assert (cadence.codec, cadence.announced) == ("int4", 1)
+    assert cadence.after_round(4, LineRate(down=50.0), use_of)
+    assert (cadence.codec, cadence.announced) == ("int4", 4)
 
 
 def test_one_late_round_in_between_changes_nothing() -> None:
@@ -122,7 +154,7 @@ def test_after_rounds_in_time_we_take_part_more_often_again_unless_our_line_is_k
     assert not cadence.unlimited(20)
     for tick in range(IN_TIME_ROUNDS):
         cadence.took_part(tick, late=False)
-    assert not cadence.measured(use(1.0), 30), "it is at its highest already"
+    assert not cadence.measured(both(1.0), USE, 30), "it is at its highest already"
     assert cadence.unlimited(30)
     assert cadence.announced == 2
 
@@ -145,7 +177,7 @@ def test_a_lower_cadence_is_tried_now_and_then_and_more_seldom_each_time() -> No
         if cadence.probe(tick):
             tried.append(tick)
         if cadence.announced < 4:
-            cadence.measured(use(1.0), tick)  # nothing has changed
+            cadence.measured(both(1.0), USE, tick)  # nothing has changed
     assert tried[0] == PROBE_CYCLES * SCHEDULE.fragments
     waits = [later - one for one, later in pairwise(tried)]
     assert waits == sorted(waits) and waits[1] == 2 * waits[0] and waits[-1] == 2**PROBE_DOUBLINGS * tried[0]
@@ -155,7 +187,7 @@ def test_a_lower_cadence_is_tried_now_and_then_and_more_seldom_each_time() -> No
 def test_the_base_that_the_next_round_starts_from_is_fetched_and_no_other() -> None:
     cadence = Cadence(SCHEDULE)
     assert cadence.wants_base(0, known_since=0.0, now=100.0), "in every round: at once"
-    cadence.measured(use(50.0), 0)
+    cadence.measured(both(50.0), USE, 0)
     # Fragment 0: others hold rounds at 4, 8 and 12, this peer its next one at 16.
     assert not any(cadence.wants_base(0, known_since=now, now=now) for now in (1.0, 4.5, 8.5, 11.9))
     assert not cadence.wants_base(0, known_since=8.5, now=12.1), "the round of 12 is about to make a newer one"

@@ -1,4 +1,4 @@
-"""When rounds close, what a line carries, and who is not trusted to reduce: pure functions of measurements."""
+"""When rounds close, and who is not trusted to reduce: pure functions of measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.closing import LinkRate, RateMeter, Reliability, TransferTimes, closing_times, usual_most
+from peers.closing import Reliability, TransferTimes, announced_seconds, closing_times, usual_most
 
 seconds = st.none() | st.floats(0, 1e4)
 
@@ -30,6 +30,11 @@ def test_closing_times_follow_what_was_measured() -> None:
     assert closing_times(0.8, 60.0, 0.0, 10.0).deadline_seconds == 10.0
 
 
+def test_the_slowest_announced_transfer_counts_each_with_its_own_bytes() -> None:
+    assert announced_seconds([]) == announced_seconds([(1000, 0)]) == 0.0
+    assert announced_seconds([(125_000, 1000), (1_000_000, 16_000), (10**9, 0)]) == 1.0
+
+
 def test_one_slow_round_is_an_outlier() -> None:
     assert usual_most([1.0, 1.0, 1.0, 9.0]) == 1.0
     assert usual_most([3.0, 4.0, 5.0]) == 7.0
@@ -42,20 +47,6 @@ def test_more_bytes_take_longer_and_fewer_do_not_take_less() -> None:
         times.note(100, 2.0)
     assert times.expected_seconds(100) == times.expected_seconds(1) == 2.0
     assert times.expected_seconds(300) == pytest.approx(6.0)
-
-
-def test_a_rate_is_that_of_our_own_line_not_that_of_the_slowest_groupmate() -> None:
-    meter = RateMeter(100.0)
-    meter.note(100.5, up=50_000, down=50_000)
-    assert meter.bytes_per_second == 0, "too few bytes to say"
-    meter.note(101.0, up=5_000_000, down=5_000_000)
-    meter.note(120.0, up=1_000_000, down=1_000_000)
-    assert meter.bytes_per_second == pytest.approx(5_050_000)
-    link = LinkRate()
-    assert link.megabits_per_second is None
-    for rate in (meter.bytes_per_second, 1000.0, 0.0):
-        link.note(rate)
-    assert link.megabits_per_second == pytest.approx(40.4)
 
 
 def test_distrust_grows_with_failures_in_a_row_and_ends_with_an_answer() -> None:

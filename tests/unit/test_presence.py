@@ -51,6 +51,7 @@ class Records(Presence):
         run = SimpleNamespace(
             clock=SimpleNamespace(now=lambda: 100.0),
             schedule=SCHEDULE,
+            manifest=SimpleNamespace(averaging=SimpleNamespace(codec="float32")),
             node=SimpleNamespace(protocol=protocol, store=store),
             settings=SimpleNamespace(
                 run_id="digits-0123456789abcdef", restart=0, identity=SimpleNamespace(peer_id="own")

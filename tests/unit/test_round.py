@@ -25,6 +25,7 @@ from local_rounds import (
 )
 
 from peers.closing import ClosingTimes
+from peers.codecs import get_codec
 from peers.contribution import Outgoing
 from peers.ledger import Ledger, PendingSpan
 from peers.messages import Average, AveragedPart, AverageHeader, Part, PartHeader
@@ -89,6 +90,33 @@ def test_lossy_codecs_still_give_everyone_the_same_average_of_what_was_sent(code
     for index in range(3):  # a member's own share never travels
         (start, *_), (*_, stop) = zip(*plan.shares[index].parts, strict=True)
         assert torch.equal(network.sent[index][start:stop], contributions[index][start:stop])
+
+
+def test_each_member_may_have_a_codec_of_its_own() -> None:
+    plan = plan_for([whole(5000, count) for count in (80, 40, 20)], 5000, 700, codecs=["int8", "int4", "sparse"])
+    network = Network(plan, codec="", answer_codec="int8")
+    contributions = random_contributions(3, 5000)
+    results = committed(hold(network, contributions))
+    assert len({result.average.numpy().tobytes() for result in results}) == 1
+    own = {index: len(share.parts) for share in plan.shares for index in share.reducers}
+    sent = {index: sum(len(part.body) for part in network.rounds[index].lossy) for index in range(3)}
+    assert sent[0] > 1.8 * sent[1] > 10 * sent[2] and own.keys() == {0, 1, 2}
+    expected = expected_average(plan, [network.sent[index] for index in range(3)])
+    # What a codec makes of one's own share is not sent: a reducer counts its own contribution as it is.
+    np.testing.assert_allclose(results[0].average.numpy(), expected, atol=0.02)
+
+
+def test_a_contribution_in_another_codec_than_was_announced_is_left_out() -> None:
+    def tamper(sender: int, receiver: int, message: Part | Average) -> Part | Average | None:
+        if isinstance(message, Part) and sender == 1:
+            return Part(message.header, get_codec("sparse").encode(torch.ones(4)))
+        return message
+
+    plan = plan_for([whole(12, 5)] * 3, 12)
+    network = Network(plan, tamper=tamper, codec="")
+    results = committed(hold(network, random_contributions(3, 12)))
+    assert 1 in network.rounds[0].reducer.rejected and 1 in network.rounds[2].reducer.rejected
+    assert results[0].parts[0].included == [0, 2]
 
 
 @pytest.mark.parametrize(("codec", "answer_codec"), [("int8", "int8"), ("int4", "int4"), ("sparse", "int8")])

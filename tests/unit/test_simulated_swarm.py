@@ -102,3 +102,19 @@ def test_nothing_is_under_way_for_ever_whenever_a_peer_goes_away(moment: str) ->
         claims = [holding.claim.version for holding in peer.work.holdings]
         assert min(claims) >= 12, f"{peer.name} holds {claims}"
         assert not peer.fetching and len(peer.busy) <= 3
+
+
+def test_a_line_that_is_slow_upwards_is_in_every_round_where_its_peer_chooses_the_codec() -> None:
+    seconds = 240.0
+    scene = Scene(peers=parse_peers("80:200M/20ms,40:200M/20ms,8:100M/2M/40ms", seconds), seconds=seconds)
+    sizes = [4_000_000] * len(FRAGMENTS)
+    peers = {}
+    for codec in ("int8", "auto"):
+        averaging = MANIFEST.averaging.model_copy(update={"codec": codec, "answer_codec": "int8"})
+        slower = MANIFEST.run.model_copy(update={"tick_seconds": 4.0})
+        manifest = MANIFEST.model_copy(update={"averaging": averaging, "run": slower})
+        peers[codec] = played(scene, manifest, sizes, RECORDS).peers
+    fast, slow = peers["auto"][0], peers["auto"][2]
+    assert fast.cadence.codec == "int8" and slow.cadence.codec == "sparse"
+    assert peers["int8"][2].cadence.announced > slow.cadence.announced == 1
+    assert slow.tally.committed > peers["int8"][2].tally.committed
