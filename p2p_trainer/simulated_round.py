@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from p2p_trainer.links import LinkSpec
 from peers.closing import ClosingTimes, enough, last_seconds, longest_seconds
 from peers.codecs import Codec
+from peers.line import MEASURABLE_BYTES, MEASURABLE_UP_BYTES, LineRate
 from peers.reducer import PLAIN, Rules
 from peers.round_plan import RoundPlan, Share
 
@@ -74,6 +75,14 @@ class MemberFlow:
     """Since the round began, when all of its contribution has gone out."""
     bytes_counted: int = 0
     """Of its contribution, what came in time."""
+
+    def measured(self, line: Line) -> LineRate:
+        """What the round tells a member of its line."""
+        return LineRate(
+            up=line.up_bytes_per_second if self.bytes_counted >= MEASURABLE_UP_BYTES else math.inf,
+            down=line.down_bytes_per_second if self.bytes_received >= MEASURABLE_BYTES else math.inf,
+        )
+
     bytes_received: int = 0
 
     def fail(self, reducer: int | None, at_seconds: float) -> None:

@@ -24,7 +24,7 @@ from p2p_trainer.simulated_world import World
 from peers.attempts import ATTEMPTS, next_attempt, search_times
 from peers.cadence import is_due, pace
 from peers.closing import announced_seconds, closing_times
-from peers.line import LineRate, LineUse, RateMeter, limiting, line_use
+from peers.line import LineRate, LineUse, limiting, line_use
 from peers.lineage import Claim, has_quorum
 from peers.messages import MAX_GROUP_SIZE, AveragedPart, extend_history
 from peers.presence import RECORD_SECONDS
@@ -362,10 +362,9 @@ class Ticks:
         peer.round_times.note(transfer_bytes, self._world.now - began)
         for arrived in flow.arrivals:
             peer.arrival_times.note(transfer_bytes, arrived)
-        meter = RateMeter(began)
-        meter.note(self._world.now, up=flow.bytes_counted, down=flow.bytes_received)
-        peer.link_rate.note(meter.rate)
-        self._judge_line(peer, plan, meter.rate)
+        measured = flow.measured(Line.of(peer.emulated.link, 1))
+        peer.link_rate.note(measured)
+        self._judge_line(peer, plan, measured)
         ids = [member.peer_id.to_bytes() for member in plan.members]
         peer.reducers.judge(
             [ids[other] for other in flow.answered], [ids[other] for other in flow.failed], self._world.now

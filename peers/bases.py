@@ -144,6 +144,7 @@ class BaseKeeper:
             base_bytes=biggest.num_bytes,
         )
         rate = LineRate(down=fetched_bytes / max(seconds, 1e-6))
+        self._run.link_rate.note(rate)
         self._presence.cadence.measured(rate, use, self._run.schedule.tick_at(self._run.clock.now()))
 
     def better_claim(self, state: FragmentState) -> Claim | None:
@@ -235,6 +236,8 @@ class BaseKeeper:
         fetched = await self._fetch(state, claim, lambda *_: None)
         if fetched is None:
             return False
+        if fetched.bytes_received >= MEASURABLE_BYTES:
+            self._run.link_rate.note(LineRate(down=fetched.bytes_received / max(fetched.seconds, 1e-6)))
         await self._run.training.no_snapshot_under_way(state)
         keep, rebased = await self._run.tasks.whole(self._put_fetched(state, fetched))
         await self._run.training.rebased(state, keep, rebased)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
@@ -13,6 +13,7 @@ from dht_config.manifest import RunManifest
 from dht_config.records import SignedManifest
 from peers.clock import Schedule, SwarmClock
 from peers.fragment_state import FragmentState
+from peers.line import LinkRate
 from peers.servicer import SwarmServicer
 from peers.settings import SwarmSettings
 from peers.tasks import Tasks
@@ -35,6 +36,7 @@ class RunContext:
     fragments: tuple[FragmentState, ...]
     training: TrainingLink
     tasks: Tasks
+    link_rate: LinkRate = field(default_factory=LinkRate)
 
     @property
     def can_be_dialled(self) -> bool:

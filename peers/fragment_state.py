@@ -112,12 +112,14 @@ class FragmentState:
     def give_up(self) -> None:
         """What the snapshot holds is of use to nobody."""
         self.taken = self.late = None
+        self.sent = []
         self._contribution.given_up(self.snapshot)
 
     def forget_snapshot(self) -> None:
         """Give its memory back. If it turns out to be in a base later, what was trained since is dropped with it."""
         if not self._contribution.accumulates:
             self.taken = self.late = None
+            self.sent = []
             self._arena.release_snapshot(self._where)
 
     def frozen(self) -> FrozenBase:
@@ -249,6 +251,7 @@ class FragmentState:
         self.total_element_samples = total_element_samples
         self.history = history
         self.taken = self.late = None
+        self.sent = []
         self.uncertain = False
         self.unresolved_mates = frozenset()
         self._remember()

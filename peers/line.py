@@ -7,8 +7,9 @@ contributes helps the way up alone; averages and bases, which are the same for e
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,10 @@ MOST_MEGABITS_PER_SECOND = 1e6
 """What an announcement may say."""
 MEASURABLE_BYTES = 1 << 20
 """Fewer bytes say more of a link's latency than of its rate."""
+LEAST_SECONDS = 0.25
+"""What came in a shorter time may have waited in buffers."""
+MEASURABLE_UP_BYTES = 1 << 16
+"""Fewer will do where the other side says how long they took."""
 RECENT_ROUNDS = 32
 FORGOTTEN_ROUNDS = 128
 """A rate that was not measured for so long, as the way up with a codec that sends next to nothing, is to be tried."""
@@ -125,7 +130,11 @@ def limiting(measured: LineRate, known: LineRate, others_kilobits: int) -> LineR
 
 
 class LinkRate:
-    """What our line has carried: the best of recent rounds, since others' lines and stalls only ever lower it."""
+    """What our line has carried in recent rounds.
+
+    Down, the best of them: others' lines and stalls only ever lower it. Up, their median: it is what others say, and
+    one of them may lie.
+    """
 
     def __init__(self) -> None:
         self._rounds = 0
@@ -144,7 +153,7 @@ class LinkRate:
     @property
     def rate(self) -> LineRate:
         """What is known of it."""
-        up = max((carried for _, carried in self._up), default=math.inf)
+        up = statistics.median(carried for _, carried in self._up) if self._up else math.inf
         down = max((carried for _, carried in self._down), default=math.inf)
         return LineRate(up=up, down=down)
 
@@ -156,27 +165,40 @@ class LinkRate:
 
 
 class RateMeter:
-    """The rate of one round's traffic: the most that was carried from its beginning to any later moment.
+    """What one round's traffic says of our line, and of nobody else's.
 
-    A fast line is done with fast peers while it still waits for slow ones; the mean over the whole round would give
-    it the rate of the slowest.
+    *Up*: reducers say how long our parts took to arrive. When their averages come says nothing: they wait for others.
+    *Down*: the most that came in any stretch of it, since before and after it others may have kept us waiting.
     """
 
-    def __init__(self, began: float) -> None:
-        self._began = began
-        self._up = self._down = 0
-        self._best_up = self._best_down = 0.0
+    def __init__(self) -> None:
+        self._sent: dict[Hashable, tuple[int, float]] = {}
+        self._came: deque[tuple[float, int]] = deque()
+        self._held = 0
+        """Bytes in ``_came``, without the first: that one's way began before its moment."""
+        self._best_down = 0.0
 
-    def note(self, now: float, *, up: int = 0, down: int = 0) -> None:
-        """:param up: bytes that are known to have arrived :param down: bytes received"""
-        self._up += up
-        self._down += down
-        seconds = max(1e-6, now - self._began)
-        if self._up >= MEASURABLE_BYTES:
-            self._best_up = max(self._best_up, self._up / seconds)
-        if self._down >= MEASURABLE_BYTES:
-            self._best_down = max(self._best_down, self._down / seconds)
+    def arrived(self, reducer: Hashable, total_bytes: int, seconds: float) -> None:
+        """A reducer has had so many bytes of ours, in so many seconds since our stream to it was open."""
+        if seconds > 0:
+            self._sent[reducer] = (total_bytes, seconds)
+
+    def came(self, now: float, received_bytes: int) -> None:
+        """Something came in."""
+        if self._came:
+            self._held += received_bytes
+        self._came.append((now, received_bytes))
+        came = self._came
+        while len(came) > 1 and self._held - came[1][1] >= MEASURABLE_BYTES and now - came[1][0] >= LEAST_SECONDS:
+            came.popleft()
+            self._held -= came[0][1]
+        if self._held >= MEASURABLE_BYTES and now - came[0][0] >= LEAST_SECONDS:
+            self._best_down = max(self._best_down, self._held / (now - came[0][0]))
 
     @property
     def rate(self) -> LineRate:
-        return LineRate(up=self._best_up or math.inf, down=self._best_down or math.inf)
+        moved = sum(total_bytes for total_bytes, _ in self._sent.values())
+        # They all went at once, over one line.
+        longest = max((seconds for _, seconds in self._sent.values()), default=0.0)
+        up = moved / longest if moved >= MEASURABLE_UP_BYTES else math.inf
+        return LineRate(up=up, down=self._best_down or math.inf)

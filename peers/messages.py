@@ -76,6 +76,8 @@ class AverageHeader(Header):
 
     part: Annotated[int, Field(ge=0, le=2**20)]
     included: Annotated[bytes, Field(min_length=1, max_length=MAX_GROUP_SIZE // 8)]
+    received_ms: Annotated[int, Field(ge=0, le=2**32)] = 0
+    """How long the asker's parts up to this one took to arrive, once its stream was open; 0 if they did not."""
 
 
 class Contributor(Header):

@@ -107,7 +107,9 @@ class Round:
         self._handing_over = 0
         self._streaming: set[int] = set()
         self._began = asyncio.get_running_loop().time()
-        self.meter = RateMeter(self._began)
+        self.meter = RateMeter()
+        self._came: dict[int, dict[int, int]] = {}
+        """By sender: milliseconds until each of its parts had come."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.answered: set[PeerID] = set()
@@ -184,13 +186,15 @@ class Round:
             return
         self._streaming.add(sender)
         counting = asyncio.create_task(self._count(stream, sender, expected))
+        came = self._came[sender] = {}
         try:
             for part in expected:
                 if self.over.done():
                     return
                 averaged = await asyncio.shield(self.reducer.result(part))
                 self.bytes_sent += len(averaged.payload)
-                yield Average(AverageHeader(part=part, included=averaged.mask), averaged.payload)
+                header = AverageHeader(part=part, included=averaged.mask, received_ms=came.get(part, 0))
+                yield Average(header, averaged.payload)
             # The daemon resets a stream that we close before the sender's end mark has come, and drops our answers.
             await asyncio.wait({counting}, timeout=self._last_seconds)
         except InvalidPart:
@@ -225,7 +229,7 @@ class Round:
 
     async def _count(self, stream: AsyncIterator[Part], sender: int, expected: Sequence[int]) -> None:
         """Parts of a member's contribution, or of a counterpart's sum of its group."""
-        received = 0
+        received, began = 0, self._seconds()
         counterpart = sender not in self.plan.groups[self._group]
         try:
             async for message in stream:
@@ -239,10 +243,11 @@ class Round:
                     raise InvalidPart("a sum over nobody")
                 if self.over.done():
                     return
+                self._came[sender][header.part] = max(1, round(1000 * (self._seconds() - began)))
                 part = self.reducer.part(header.part)
                 values = await off_loop(part.size, self.reducer.decode, sender, header.part, message.body)
                 self.bytes_received += len(message.body)
-                self.meter.note(asyncio.get_running_loop().time(), down=len(message.body))
+                self.meter.came(asyncio.get_running_loop().time(), len(message.body))
                 if self.over.done():
                     return  # while it was decoded
                 await self.reducer.add(sender, header.part, values, included)
@@ -351,7 +356,7 @@ class Round:
         self, reducer: PeerID, requests: AsyncIterator[Part], expected: Sequence[int], share: Share, take: TakeAverage
     ) -> None:
         answers = await self._call_reducer(reducer, requests)
-        received = 0
+        received = sent_bytes = 0
         async for message in answers:
             header = message.header
             if header is None or header.part != expected[received]:
@@ -363,9 +368,11 @@ class Round:
             codec, size = self._rules.answer_codec, stop - start
             values = await off_loop(size, decode_values, codec, message.body, size, MAX_ABSOLUTE_AVERAGE)
             self.bytes_received += len(message.body)
-            # What is in the average has been there; of what came too late, some may still be on its way.
-            arrived = self._sent.get((start, stop), 0) if self.own_index in included else 0
-            self.meter.note(asyncio.get_running_loop().time(), up=arrived, down=len(message.body))
+            self.meter.came(asyncio.get_running_loop().time(), len(message.body))
+            sent_bytes += self._sent.get((start, stop), 0)
+            seconds = header.received_ms / 1000
+            if self.own_index in included and seconds <= self._seconds():
+                self.meter.arrived(reducer, sent_bytes, seconds)
             await take(header.part, message.body, values, included)
             received += 1
             if received == len(expected):

@@ -24,7 +24,7 @@ from peers.contribution import Outgoing
 from peers.fragment_state import FragmentState
 from peers.grouping import AWAKE_SECONDS, FragmentMatchmaking, GroupSearch, NodeAsDHT
 from peers.ledger import PendingSpan
-from peers.line import CodecName, LineRate, LineUse, LinkRate, limiting, line_use
+from peers.line import CodecName, LineRate, LineUse, limiting, line_use
 from peers.lineage import held_again
 from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
@@ -81,7 +81,6 @@ class RoundKeeper:
             batch_size=MAX_BATCH if gradient else run.manifest.inner_optimizer.batch_size,
         )
         self._round_times, self._arrival_times = TransferTimes(), TransferTimes()
-        self._link_rate = LinkRate()
         cycle_seconds = run.schedule.cycle_seconds
         self._reducers = Reliability(REDUCER_DISTRUST_CYCLES * cycle_seconds, REDUCER_DISTRUST_DOUBLINGS)
         silent_leaders = Reliability(cycle_seconds, LEADER_DISTRUST_DOUBLINGS)
@@ -345,7 +344,7 @@ class RoundKeeper:
             steps_total=taken.steps,
             spans=tuple((span.start, span.stop, span.samples, span.steps) for span in spans),
             attempt=attempt,
-            megabits_per_second=self._link_rate.megabits_per_second,
+            megabits_per_second=self._run.link_rate.megabits_per_second,
             distrusted=self._reducers.distrusted(self._run.clock.now())[:MAX_DISTRUSTED],
             can_be_dialled=self._run.can_be_dialled,
             cadence=self._presence.cadence.announced,
@@ -432,12 +431,12 @@ class RoundKeeper:
 
     def _note_rate(self, plan: RoundPlan, measured: LineRate) -> None:
         """What a round's traffic says of our line, and what we make of it."""
-        self._link_rate.note(measured)
+        self._run.link_rate.note(measured)
         if self._gradient:
             return  # its steps want everybody's samples
         own = self._run.p2p.peer_id
         others_kilobits = sum(member.kilobits_per_second for member in plan.members if member.peer_id != own)
-        rate = limiting(measured, self._link_rate.rate, others_kilobits)
+        rate = limiting(measured, self._run.link_rate.rate, others_kilobits)
 
         def use(codec: str) -> LineUse:
             return line_use(

@@ -22,6 +22,7 @@ from peers.clock import Schedule
 from peers.fragment_state import FragmentState
 from peers.fragments import FragmentLayout
 from peers.ledger import Ledger
+from peers.line import LinkRate
 from peers.lineage import Claim
 from peers.messages import BaseAnswer, BasePieceHeader, BaseRequest
 from peers.outer import NO_HISTORY, base_digest
@@ -82,6 +83,7 @@ class Peer:
             schedule=swarm.schedule,
             training=SimpleNamespace(send=self.told.append, begun=None),
             own_id=self.id.to_bytes(),
+            link_rate=LinkRate(),
         )
         presence = SimpleNamespace(
             view=SimpleNamespace(

@@ -15,6 +15,8 @@ from peers.clock import Schedule
 from peers.line import (
     CODECS,
     FORGOTTEN_ROUNDS,
+    LEAST_SECONDS,
+    MEASURABLE_BYTES,
     SHARE_OF_LINE,
     CodecName,
     LineRate,
@@ -100,18 +102,50 @@ def test_a_rate_at_the_border_does_not_change_the_codec_to_and_fro() -> None:
     assert next_codec("int4", LineRate(up=1.3 * border(of_a_run)), of_a_run) == "int8"
 
 
-def test_a_rate_is_that_of_our_own_line_not_that_of_the_slowest_groupmate() -> None:
-    meter = RateMeter(100.0)
-    meter.note(100.5, up=50_000, down=50_000)
-    assert not meter.rate.is_known, "too few bytes to say"
-    meter.note(101.0, up=5_000_000, down=5_000_000)
-    meter.note(120.0, up=1_000_000, down=1_000_000)
-    assert meter.rate == LineRate(up=5_050_000, down=5_050_000)
+def test_what_came_is_measured_in_the_stretch_in_which_most_came() -> None:
+    meter = RateMeter()
+    meter.came(100.0, 500_000)
+    assert not meter.rate.is_known, "where it began is not known"
+    for moment in (101.0, 101.1, 101.2, 101.3, 101.4, 110.0, 110.0):
+        meter.came(moment, 500_000)
+    assert meter.rate.down == pytest.approx(4 * 500_000 / 0.4), "neither what came before, nor what had waited after"
+    assert math.isinf(meter.rate.up)
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 10), st.integers(1, 10**7)), min_size=1, max_size=30))
+def test_no_stretch_is_faster_than_what_its_bytes_could_have_taken(steps: list[tuple[float, int]]) -> None:
+    meter, now, moments = RateMeter(), 0.0, []
+    for pause, size in steps:
+        now += pause
+        meter.came(now, size)
+        moments.append((now, size))
+    possible = [math.inf]
+    for first in range(len(moments)):
+        for last in range(first + 1, len(moments)):
+            seconds = moments[last][0] - moments[first][0]
+            total = sum(size for _, size in moments[first + 1 : last + 1])
+            if seconds >= LEAST_SECONDS and total >= MEASURABLE_BYTES:
+                possible.append(total / seconds)
+    assert meter.rate.down in [pytest.approx(one) for one in possible]
+
+
+def test_the_way_up_is_what_reducers_say_and_the_slowest_of_them_counts() -> None:
+    """All parts go at once over one line."""
+    meter = RateMeter()
+    meter.arrived("one", 30_000, 0.1)
+    assert not meter.rate.is_known
+    meter.arrived("one", 60_000, 0.2)
+    meter.arrived("other", 60_000, 0.4)
+    assert meter.rate == LineRate(up=120_000 / 0.4)
+    meter.arrived("one", 10**9, 0.0)
+    assert meter.rate == LineRate(up=120_000 / 0.4), "it did not say"
+
+
+def test_one_reducer_that_lies_about_the_way_up_is_outvoted() -> None:
     link = LinkRate()
-    assert link.megabits_per_second is None
-    for rate in (meter.rate, LineRate(up=1000.0, down=1000.0), LineRate()):
-        link.note(rate)
-    assert link.megabits_per_second == pytest.approx(40.4)
+    for up in (1e6, 1e6, 1e12, 1e6, 1.0):
+        link.note(LineRate(up=up))
+    assert link.rate.up == 1e6
 
 
 def test_each_way_is_known_by_itself_and_the_slower_one_is_told() -> None:

@@ -178,6 +178,35 @@ def test_a_member_knows_how_much_it_sent_and_received() -> None:
     assert result.bytes_received == 32
 
 
+def test_a_member_learns_how_long_its_parts_took_however_long_its_reducer_waits_for_others() -> None:
+    plan = plan_for([whole(4, 5)] * 3, 4)
+    contributions = random_contributions(3, 4)
+
+    async def scene() -> list[int]:
+        reducer = Round(plan, peer(0), Outgoing.of(contributions[0]), Network(plan).caller(0), PATIENT, Rules())
+        running = asyncio.create_task(reducer.run())
+        (start, stop), *_ = plan.shares[0].parts
+
+        async def parts(sender: int, pause_seconds: float) -> AsyncIterator[Part]:
+            await asyncio.sleep(pause_seconds)
+            body = contributions[sender][start:stop].numpy().tobytes()
+            yield Part(PartHeader(group_id=GROUP_ID, part=0), body)
+
+        async def received_ms(sender: int, pause_seconds: float) -> int:
+            async for answer in reducer.answer(parts(sender, pause_seconds), peer(sender)):
+                assert answer.header is not None
+                return answer.header.received_ms
+            raise AssertionError("no answer")
+
+        took = await asyncio.gather(received_ms(1, 0.0), received_ms(2, 0.2))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return took
+
+    fast, slow = asyncio.run(scene())
+    assert 1 <= fast < slow and slow >= 190
+
+
 def test_weights_may_differ_within_a_contribution() -> None:
     spans = [
         (PendingSpan(start=0, stop=10, samples=80, steps=10), PendingSpan(start=10, stop=24, samples=40, steps=5)),
