@@ -229,13 +229,17 @@ class Round:
 
     async def _count(self, stream: AsyncIterator[Part], sender: int, expected: Sequence[int]) -> None:
         """Parts of a member's contribution, or of a counterpart's sum of its group."""
-        received, began = 0, self._seconds()
+        received, began, first = 0, self._seconds(), True
         counterpart = sender not in self.plan.groups[self._group]
         try:
             async for message in stream:
                 header = message.header
                 if header is None or header.group_id != self.plan.group_id:
                     raise InvalidPart("a malformed part")
+                if first and not message.body:
+                    first = False
+                    continue
+                first = False
                 if received >= len(expected) or header.part != expected[received]:
                     raise InvalidPart("a part out of order, or more parts than there are")
                 included = indices_of(header.included, len(self.plan.members)) if counterpart else None
@@ -302,7 +306,9 @@ class Round:
         # Longer than the other side may wait for others; who waits for a relay, longer than that waits for its root.
         patience_seconds = self.longest_seconds - (1.0 if at_root else 0.0)
         try:
-            await asyncio.wait_for(self._receive(reducer, requests, expected, share, take), patience_seconds)
+            await asyncio.wait_for(
+                self._receive(reducer, self._introduced(requests), expected, share, take), patience_seconds
+            )
         except TRANSPORT_ERRORS as error:
             reason = "did not answer in time" if isinstance(error, asyncio.TimeoutError) else "was lost"
             if reason == "was lost" and index not in self._streaming:
@@ -318,6 +324,15 @@ class Round:
             return ""
         self.failed[reducer] = reason
         return reason
+
+    async def _introduced(self, requests: AsyncIterator[Part]) -> AsyncIterator[Part]:
+        """A message without a body goes first: the reducer knows our stream before a slow line has carried a part.
+
+        It can answer at once where it has closed without us, and sees how long our parts take.
+        """
+        yield Part(PartHeader(group_id=self.plan.group_id, part=0), b"")
+        async for part in requests:
+            yield part
 
     async def _parts_for(self, share: Share) -> AsyncIterator[Part]:
         codec = self._codec

@@ -105,9 +105,9 @@ class Network:
         async def pump() -> None:
             number = 0
             async for part in parts:
-                if number >= self.mute_to.get((sender, reducer), 2**30):
+                if part.body and number >= self.mute_to.get((sender, reducer), 2**30):
                     await asyncio.Event().wait()  # frozen: neither a part nor an end
-                number += 1
+                number += bool(part.body)
                 changed = self.tamper(sender, reducer, part)
                 if changed is not None:
                     await wire.put(changed.SerializeToString())
