@@ -92,6 +92,12 @@ def join(
     allow_files: Annotated[
         bool, typer.Option("--allow-files", help="Let an invited run read the files it names on this machine.")
     ] = False,
+    upload_limit: Annotated[
+        str | None, typer.Option(help="Send at most this on average, in bits a second, such as 5M.")
+    ] = None,
+    daily_traffic: Annotated[
+        str | None, typer.Option(help="Move at most this in a day, both ways together, such as 10G.")
+    ] = None,
     invite_file: Annotated[Path | None, typer.Option(help="Write an invite to this peer into this file.")] = None,
     as_json: EventsAsJson = False,
     plain: Plain = False,
@@ -117,6 +123,8 @@ def join(
         "eval_samples": eval_samples,
         "emulate": emulate,
         "allow_files": allow_files or None,
+        "upload_limit": upload_limit,
+        "daily_traffic": daily_traffic,
     }
     _live("training", target, flags, settings_file, invite_file, as_json=as_json, plain=plain, verbose=verbose)
 

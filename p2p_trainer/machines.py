@@ -21,6 +21,7 @@ MAX_SAMPLES_PER_SECOND = 1e6
 _CARD = re.compile(r"[1-9]0[5-9]0", re.ASCII)
 """A number that people mean as a card."""
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)x(.*)", re.ASCII)
+_BITS = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([kMG])(?:bit/s)?")
 _MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([MG])(?:i?B)?", re.ASCII)
 _BYTES = {"M": 1 << 20, "G": 1 << 30}
 
@@ -118,6 +119,21 @@ def read_memory(text: str) -> int:
     if size_bytes <= 0:
         raise ValueError("a memory is above 0")
     return size_bytes
+
+
+def read_rate(text: str) -> float:
+    """Read what a line carries, such as ``50M`` or ``800k``: in powers of 1000, as lines are sold.
+
+    Returns: bits a second.
+    Raises: ValueError saying what is wrong, for a person.
+    """
+    match = _BITS.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("a rate is a number of k, M or G bits a second, such as 800k or 50M")
+    bits_per_second = float(match[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[match[2]]
+    if bits_per_second <= 0:
+        raise ValueError("a rate is above 0")
+    return bits_per_second
 
 
 def memory_text(size_bytes: float) -> str:

@@ -216,6 +216,8 @@ class Session:
                 manifest_json=target.manifest.canonical_json() if target.manifest is not None else "",
                 restart=self.restart,
                 wait_seconds=self.settings.wait_seconds,
+                up_bytes_per_second=self.settings.up_bytes_per_second,
+                daily_bytes=self.settings.daily_bytes,
             )
         )
 

@@ -23,6 +23,7 @@ from pydantic_settings import (
 from dht_config.address import Address, parse_addresses
 from dht_config.errors import AddressError, DeviceError, UsageError
 from dht_config.network import NetworkSettings
+from p2p_trainer.machines import read_memory, read_rate
 
 ENVIRONMENT_PREFIX = "P2P_TRAINER_"
 _DEVICE = re.compile(r"cpu(:0)?|mps(:0)?|cuda(:[0-9]{1,3})?")
@@ -75,6 +76,10 @@ class PeerSettings(BaseSettings):
     """Pretend to be a slower machine: at most this many samples per second (for rehearsals)."""
     allow_files: bool = False
     """Let a run that was joined by invite read the files that its manifest names on this machine."""
+    upload_limit: str | None = None
+    """What rounds and bases may send, on average, in bits a second, such as 5M; by default what the line carries."""
+    daily_traffic: str | None = None
+    """What rounds and bases may move in a day (UTC), both ways together, such as 10G; then training goes on alone."""
 
     @classmethod
     def settings_customise_sources(
@@ -91,6 +96,16 @@ class PeerSettings(BaseSettings):
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
+    @property
+    def up_bytes_per_second(self) -> float | None:
+        """:raises ValueError: the limit is no rate"""
+        return read_rate(self.upload_limit) / 8 if self.upload_limit is not None else None
+
+    @property
+    def daily_bytes(self) -> int | None:
+        """:raises ValueError: it is no size"""
+        return read_memory(self.daily_traffic) if self.daily_traffic is not None else None
 
     @property
     def network(self) -> NetworkSettings:
@@ -173,6 +188,13 @@ def _check(settings: PeerSettings, where: Callable[[str], str]) -> None:
         except ValidationError as error:
             raise SettingsError(f"{where(name)}: {error.errors()[0]['msg']}.", "Correct it or leave it out.") from error
     parse_given_addresses(settings.peer, where("peer"))
+    for name, value in (("upload_limit", "up_bytes_per_second"), ("daily_traffic", "daily_bytes")):
+        try:
+            getattr(settings, value)
+        except ValueError as error:
+            raise SettingsError(
+                f"{where(name)}: {getattr(settings, name)!r} cannot be used, {error}.", "Correct it or leave it out."
+            ) from None
     if settings.device is not None and not _DEVICE.fullmatch(settings.device):
         raise DeviceError(f"{where('device')}: {settings.device!r} is no device.", "Use cpu, cuda, cuda:1 or mps.")
 

@@ -180,6 +180,8 @@ class BaseKeeper:
         """Start fetching fragments in which the swarm has moved on without us, those with the most time left first."""
         if self._run.training.begun is None and self._run.settings.role == "training":
             return
+        if self._run.allowance.is_used_up:
+            return
         now = self._run.clock.now()
         behind = []
         for state in self._run.fragments:

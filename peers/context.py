@@ -11,6 +11,7 @@ from hivemind.p2p.servicer import StubBase
 from dht_config.keys import rpc_namespace
 from dht_config.manifest import RunManifest
 from dht_config.records import SignedManifest
+from peers.allowance import Allowance
 from peers.clock import Schedule, SwarmClock
 from peers.fragment_state import FragmentState
 from peers.line import LinkRate
@@ -36,6 +37,7 @@ class RunContext:
     fragments: tuple[FragmentState, ...]
     training: TrainingLink
     tasks: Tasks
+    allowance: Allowance
     link_rate: LinkRate = field(default_factory=LinkRate)
 
     @property

@@ -333,6 +333,9 @@ class Presence:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), period)
             now = self._run.clock.now()
+            if status == "training" and self._run.allowance.is_used_up:
+                status, self.caught_up = "syncing", False
+                self.changed.set()
             try:
                 if self.changed.is_set() or now - published >= PUBLISH_SECONDS:
                     self.changed.clear()

@@ -156,6 +156,12 @@ class RoundKeeper:
         }
         if not report["due"]:
             report["reason"] = f"on its line this peer takes part in 1 of {self._presence.cadence.announced} rounds"
+        elif self._run.allowance.is_used_up:
+            report["due"] = False
+            report["reason"] = "what may be moved in a day has been moved; training goes on alone until midnight UTC"
+        elif not self._presence.caught_up:
+            report["due"] = False
+            report["reason"] = "the swarm may have gone on: looking at its bases first"
         elif not self._presence.is_held(tick):
             report["due"] = False
             report["reason"] = "most peers skip this round: their lines do not carry more"
@@ -436,7 +442,7 @@ class RoundKeeper:
             return  # its steps want everybody's samples
         own = self._run.p2p.peer_id
         others_kilobits = sum(member.kilobits_per_second for member in plan.members if member.peer_id != own)
-        rate = limiting(measured, self._run.link_rate.rate, others_kilobits)
+        rate = limiting(measured, self._run.link_rate.rate, others_kilobits).at_most(self._run.allowance.rate)
 
         def use(codec: str) -> LineUse:
             return line_use(

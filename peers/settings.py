@@ -36,7 +36,15 @@ class SwarmSettings:
     restart: int
     wait_seconds: float
     """How long to try to reach anybody before giving up."""
+    up_bytes_per_second: float | None = None
+    """What rounds and bases may send, on average; None for no limit."""
+    daily_bytes: int | None = None
+    """What they may move in a day, both ways together; None for no limit."""
 
     @property
     def remembered_peers_path(self) -> Path:
         return self.run_directory / "peers.json"
+
+    @property
+    def traffic_path(self) -> Path:
+        return self.run_directory / "traffic.json"

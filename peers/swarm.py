@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -23,6 +24,7 @@ from dht_config.keys import rpc_namespace
 from dht_config.manifest import RunManifest
 from dht_config.records import SignedManifest
 from dht_config.validators import SwarmRecordValidator
+from peers.allowance import Allowance, MeteredTransport
 from peers.arena import SharedArena
 from peers.bases import BaseKeeper
 from peers.clock import Schedule, SwarmClock
@@ -92,6 +94,7 @@ class Swarm:
         self._fragments: tuple[FragmentState, ...] = ()
         self._presence: Presence | None = None
         self._direct: DirectTransport | None = None
+        self._allowance: Allowance | None = None
         self._configured: asyncio.Future[tuple[Configure, SharedArena]] = asyncio.Future()
         self._stop: asyncio.Future[str] = asyncio.Future()
 
@@ -119,6 +122,8 @@ class Swarm:
             # Before the daemon ends: training has a checkpoint to write meanwhile.
             clean = not any(state.uncertain for state in self._fragments)
             self._training.send(Stopped([state.record for state in self._fragments], clean))
+            if self._allowance is not None:
+                self._allowance.keep()
             if self._direct is not None:
                 await self._direct.close()
             await p2p.shutdown()
@@ -144,7 +149,8 @@ class Swarm:
     async def _live(self, p2p: P2P) -> None:
         run, heard, configure = await self._enter(p2p)
         presence = self._presence = Presence(run, heard_from_others=heard)
-        transport = await self._transport(p2p)
+        self._allowance = run.allowance
+        transport = MeteredTransport(await self._transport(p2p), run.allowance)
         bases = BaseKeeper(run, presence, transport)
         rounds = RoundKeeper(run, presence, bases, transport)
         self._servicer.rounds, self._servicer.presence = rounds, presence
@@ -246,6 +252,12 @@ class Swarm:
             fragments=self._fragments,
             training=self._training,
             tasks=self._tasks,
+            allowance=Allowance(
+                settings.traffic_path,
+                time.time,
+                up_bytes_per_second=settings.up_bytes_per_second,
+                daily_bytes=settings.daily_bytes,
+            ),
         )
         return context, bool(known), configure
 
