@@ -47,9 +47,11 @@ def checkpoint_blocks(model: nn.Module) -> None:
     if not blocks:
         raise ValueError("model: it has no list of blocks whose activations could be computed again")
     if getattr(model, "supports_gradient_checkpointing", False):
-        enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+        # transformers 5 calls it activation checkpointing, and warns of the old name.
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        enable: Any = next((getattr(model, name) for name in names if hasattr(model, name)), None)
         if enable is not None:
-            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable({"use_reentrant": False})
             return
     for block in blocks:
         block.forward = partial(_checkpointed, block, block.forward)

@@ -65,6 +65,8 @@ class HostOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what ``state_dict`` of this, or of the inner optimizer on a device, gave."""
         self._inner.load_state_dict(state_dict)
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            ours.update({key: value for key, value in inner.items() if key != "params"})
 
     def state_bytes(self) -> int:
         """Host memory that the state takes."""
