@@ -102,6 +102,8 @@ class PeerProfile(_Record):
     """How often this identity has started in this run."""
     cadence: Literal[1, 2, 4] = 1
     """It takes part in every round of a fragment, every second or every fourth."""
+    trains: Annotated[bytes, Field(max_length=MAX_FRAGMENTS // 8)] = b""
+    """Bit f says whether it trains fragment f; empty for a peer that trains all of them."""
 
     def to_payload(self) -> bytes:
         """Raises: RecordError if it is bigger than validators accept."""

@@ -89,6 +89,13 @@ def join(
     emulate: Annotated[
         float | None, typer.Option(help="Pretend to be slower: at most this many samples per second.")
     ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="How to save memory: full, checkpoint, host_optimizer, fragments or stream."),
+    ] = None,
+    train_fragments: Annotated[
+        int | None, typer.Option(help="With the strategies fragments and stream: how many to train at a time.")
+    ] = None,
     allow_files: Annotated[
         bool, typer.Option("--allow-files", help="Let an invited run read the files it names on this machine.")
     ] = False,
@@ -122,6 +129,8 @@ def join(
         "eval_seconds": eval_seconds,
         "eval_samples": eval_samples,
         "emulate": emulate,
+        "strategy": strategy,
+        "train_fragments": train_fragments,
         "allow_files": allow_files or None,
         "upload_limit": upload_limit,
         "daily_traffic": daily_traffic,

@@ -7,7 +7,7 @@ gradients add up until a round takes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -16,12 +16,13 @@ from torch import nn
 
 from dht_config.manifest import RunManifest
 from p2p_trainer.inner_optimizer import learning_rate, set_learning_rate
+from p2p_trainer.strategies import MemoryStrategy
 from p2p_trainer.tasks import Task
 from p2p_trainer.tasks.base import Batch, to_device
 from p2p_trainer.throughput import shrinking, shrinking_inner_step
 from peers.arena import SharedArena
-from peers.fragments import FragmentLayout, gather_fragment, load_fragment, shift_fragment
-from peers.ledger import Ledger
+from peers.fragments import FragmentLayout, gather_fragment, load_fragment
+from peers.ledger import Counts, Ledger
 
 
 class Mode(Protocol):
@@ -37,14 +38,21 @@ class Mode(Protocol):
         :param between: called between micro-batches
         """
 
-    def samples_due(self, samples: int, ledgers: list[Ledger]) -> int | None:
-        """How many samples to process before the next rounds; None for no limit, 0 to wait."""
+    def samples_due(self, counts: Sequence[Counts], ledgers: Sequence[Ledger]) -> int | None:
+        """How many samples to process before the next rounds; None for no limit, 0 to wait.
+
+        :param counts: cumulative, of each fragment
+        """
 
     def take_snapshot(self, fragment: int, samples: int) -> None:
-        """Bring this fragment of the arena's snapshot up to date, as of a cumulative count."""
+        """Bring this fragment of the arena's snapshot up to date, as of its cumulative count."""
 
-    def rebase(self, fragment: int, keep: bool) -> None:
-        """Move onto the new base in the arena."""
+    def rebase(self, fragment: int, *, keep: bool, pending: bool) -> None:
+        """Move onto the new base in the arena.
+
+        :param keep: with the progress made since the reference
+        :param pending: some of the fragment's samples are in no base yet
+        """
 
 
 class LocalMode:
@@ -53,28 +61,30 @@ class LocalMode:
     def __init__(
         self,
         task: Task,
-        model: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        strategy: MemoryStrategy,
         manifest: RunManifest,
         layout: FragmentLayout,
         arena: SharedArena,
         micro_batch: int,
         seed: int,
     ) -> None:
-        self._task, self._model, self._parameters, self._optimizer = task, model, parameters, optimizer
+        self._task, self._strategy = task, strategy
         self._section = manifest.inner_optimizer
         self._layout, self._arena = layout, arena
+        # A sparse codec leaves most of a contribution in the parameters, to be sent later: it is not to be rounded away
+        # while nothing is pending. What the others leave is a fraction of a contribution, and once a turn.
+        self._keeps_residual = manifest.averaging.codec == "sparse"
         self.micro_batch = micro_batch
         self._batches = task.batches(seed, self._section.batch_size)
 
     def step(self, lineage_samples: int, due: int | None, between: Callable[[], None]) -> tuple[float, int]:
-        set_learning_rate(self._optimizer, learning_rate(self._section, lineage_samples))
+        strategy = self._strategy
+        set_learning_rate(strategy.optimizer, learning_rate(self._section, lineage_samples))
         batch = next(self._batches)
         loss, self.micro_batch = shrinking_inner_step(
             self._task,
-            self._model,
-            self._optimizer,
+            strategy.model,
+            strategy.optimizer,
             batch,
             self.micro_batch,
             self._section.clip_norm,
@@ -82,20 +92,19 @@ class LocalMode:
         )
         return loss, len(batch[0])
 
-    def samples_due(self, samples: int, ledgers: list[Ledger]) -> int | None:
+    def samples_due(self, counts: Sequence[Counts], ledgers: Sequence[Ledger]) -> int | None:
         return None
 
     def take_snapshot(self, fragment: int, samples: int) -> None:
-        out = self._arena.snapshot[self._layout.slice(fragment)]
-        gather_fragment(self._parameters, self._layout, fragment, out)
+        self._strategy.snapshot(fragment, self._arena.snapshot[self._layout.slice(fragment)])
 
-    def rebase(self, fragment: int, keep: bool) -> None:
+    def rebase(self, fragment: int, *, keep: bool, pending: bool) -> None:
         where = self._layout.slice(fragment)
         base, reference = self._arena.base[where], self._arena.snapshot[where]
         if keep:
-            shift_fragment(self._parameters, self._layout, fragment, base, reference)
+            self._strategy.rebase(fragment, base, reference, pending=pending or self._keeps_residual)
         else:
-            load_fragment(self._parameters, self._layout, fragment, base)
+            self._strategy.load(fragment, base)
 
 
 class GradientMode:
@@ -175,11 +184,11 @@ class GradientMode:
         self._left = tuple(tensor[count:] for tensor in self._left)
         return taken
 
-    def samples_due(self, samples: int, ledgers: list[Ledger]) -> int | None:
+    def samples_due(self, counts: Sequence[Counts], ledgers: Sequence[Ledger]) -> int | None:
         pending = []
-        for contributed, ledger in zip(self._contributed, ledgers, strict=True):
+        for count, contributed, ledger in zip(counts, self._contributed, ledgers, strict=True):
             counted = min(span.samples for span in ledger.spans)
-            pending.append(samples - (max(counted, contributed) if self._delayed else counted))
+            pending.append(count.samples - (max(counted, contributed) if self._delayed else counted))
         return max(0, self.share - max(pending))
 
     def take_snapshot(self, fragment: int, samples: int) -> None:
@@ -191,7 +200,7 @@ class GradientMode:
         self._arena.snapshot[where].sub_(gathered)
         load_fragment(gradients, self._layout, fragment, gathered.zero_())
 
-    def rebase(self, fragment: int, keep: bool) -> None:
+    def rebase(self, fragment: int, *, keep: bool, pending: bool) -> None:
         where = self._layout.slice(fragment)
         load_fragment(self._parameters, self._layout, fragment, self._arena.base[where])
         if not keep:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -42,6 +42,8 @@ from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, LocalMode, Mode
 from p2p_trainer.run_directory import RunDirectory
 from p2p_trainer.settings import PeerSettings, default_data_directory
+from p2p_trainer.strategies import PARTIAL, MemoryStrategy, StrategyName, build_strategy
+from p2p_trainer.strategies.rotation import Rotation, next_trained
 from p2p_trainer.target import Target, check_model, checked_manifest, layout_of, trainable
 from p2p_trainer.tasks import Task
 from p2p_trainer.throughput import Throughput, inner_step, measure_throughput
@@ -50,8 +52,8 @@ from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, fare
 from peers.arena import SharedArena
 from peers.contributed import last_contributed
 from peers.daemon import check_port_free
-from peers.fragments import FragmentLayout, gather_fragment, load_fragment, shift_fragment
-from peers.ledger import Ledger
+from peers.fragments import FragmentLayout, gather_fragment
+from peers.ledger import Counts, Ledger
 from peers.outer import NO_HISTORY, base_digest, build_outer_optimizer
 from peers.pipe import (
     BeginTraining,
@@ -74,6 +76,9 @@ STOP_SECONDS = 7.5
 HURRY_SECONDS = 1.0
 PACED_SECONDS = 2.0
 NOT_STOPPED = "the averaging process did not end in time"
+CHECKPOINT_FORMAT = 3
+EARLIER_FORMAT = 2
+"""Of checkpoints in which all fragments have the same counts, and local values go by parameter."""
 
 Message = TypeVar("Message")
 
@@ -322,6 +327,7 @@ class Session:
                 "restart": self.restart,
                 "samples": 0,
                 "steps": 0,
+                "counts": [Counts() for _ in fragments],
                 "fragments": [meta.to_json() for meta in fragments],
             },
         )
@@ -331,22 +337,23 @@ class Session:
         found = load_checkpoint(self.directory.path, self.view.status)
         if found is None:
             return None
-        expected = self._checkpoint_meta(layout)
-        if any(found.meta.get(key) != value for key, value in expected.items()):
+        expected = self._checkpoint_meta(layout) | {"format": found.meta.get("format")}
+        known = found.meta.get("format") in (CHECKPOINT_FORMAT, EARLIER_FORMAT)
+        if not known or any(found.meta.get(key) != value for key, value in expected.items()):
             self.view.status("The checkpoint in this directory belongs to another run: starting without it.")
             return None
         return found
 
     def _checkpoint_meta(self, layout: FragmentLayout) -> dict[str, Any]:
         """What a checkpoint must agree in to be ours."""
-        return {"format": 2, "run_id": self.target.run_id, "bounds": list(layout.bounds)}
+        return {"format": CHECKPOINT_FORMAT, "run_id": self.target.run_id, "bounds": list(layout.bounds)}
 
     # --------------------------------------------------------------- serving
 
     def _serve(self, prepared: Prepared) -> str:
         """Keep the door: answer, follow the bases, save them now and then."""
         samples = steps = 0
-        self._configure(prepared, samples, steps, clean=True)
+        self._configure(prepared, samples, steps, [Counts()] * prepared.layout.num_fragments, clean=True)
         synced = self._wait_for(Synced)
         self.view.status("Serving: volunteers can join. Ctrl-C ends this peer, not the run.")
         self._log_join(samples)
@@ -388,6 +395,7 @@ class Session:
                     "restart": self.restart,
                     "samples": 0,
                     "steps": 0,
+                    "counts": [Counts() for _ in fragments],
                     "fragments": [meta.to_json() for meta in fragments],
                 },
             )
@@ -406,24 +414,32 @@ class Session:
         manifest, task, layout, arena = prepared.manifest, prepared.task, prepared.layout, prepared.arena
         machine = read_hardware(device, self.directory.path)
         self.metrics.write("machine", **asdict(machine))
-        model = prepared.model.to(device)
-        parameters = trainable(model)
+        model = prepared.model
         throughput = self._measure(task, model, manifest, device)
-        optimizer = build_inner_optimizer(model.parameters(), manifest.inner_optimizer)
         meta = prepared.checkpoint.meta if prepared.checkpoint is not None else {}
         samples, steps = int(meta.get("samples", 0)), int(meta.get("steps", 0))
-        restored = prepared.checkpoint is not None and _restore(prepared.checkpoint, parameters, optimizer)
+        counts = restored_counts(meta, layout.num_fragments)
+        strategy = self._build_strategy(prepared, device, connected.peer_id, meta)
+        restored = local_values(prepared.checkpoint, layout) if prepared.checkpoint is not None else {}
+        self._restore_optimizer(prepared.checkpoint, strategy)
         # A checkpoint from before the last start says nothing of what was contributed since.
         clean = not meta or (bool(meta.get("clean")) and meta.get("restart") == self.restart - 1)
-        self._configure(prepared, samples, steps, clean=clean)
+        self._configure(prepared, samples, steps, counts, clean=clean)
         synced = self._wait_for(Synced)
+        accounts = Accounts(
+            layout=layout,
+            samples=synced.samples,
+            steps=synced.steps,
+            counts=synced.counts,
+            fragments=synced.fragments,
+        )
         for fragment in range(layout.num_fragments):
             where = layout.slice(fragment)
-            if restored and synced.keep[fragment]:
-                shift_fragment(parameters, layout, fragment, arena.base[where], arena.snapshot[where])
+            if fragment in restored and synced.keep[fragment]:
+                values = restored.pop(fragment).sub_(arena.snapshot[where]).add_(arena.base[where])
+                strategy.load(fragment, values, pending=accounts.is_pending(fragment))
             else:
-                load_fragment(parameters, layout, fragment, arena.base[where])
-        accounts = Accounts(layout=layout, samples=synced.samples, steps=synced.steps, fragments=synced.fragments)
+                strategy.load(fragment, arena.base[where])
         self._say_what_was_lost(accounts, prepared.fragments)
         self._log_join(accounts.samples)
         self.metrics.write(
@@ -445,15 +461,15 @@ class Session:
         micro_batch, seed = throughput.micro_batch, data_seed(self.target.run_id, connected.peer_id, self.restart)
         mode: Mode
         if manifest.averaging.mode == "gradient":
-            mode = GradientMode(task, model, parameters, manifest, layout, arena, micro_batch, seed)
+            mode = GradientMode(task, model, trainable(model), manifest, layout, arena, micro_batch, seed)
         else:
-            mode = LocalMode(task, model, parameters, optimizer, manifest, layout, arena, micro_batch, seed)
+            mode = LocalMode(task, strategy, manifest, layout, arena, micro_batch, seed)
+        partial = strategy.name in PARTIAL
         trainer = Trainer(
             task=task,
-            model=model,
-            parameters=parameters,
-            optimizer=optimizer,
+            strategy=strategy,
             mode=mode,
+            rotation=Rotation(layout.num_fragments, strategy.trained, connected.peer_id) if partial else None,
             settings=self.settings,
             accounts=accounts,
             arena=arena,
@@ -484,10 +500,40 @@ class Session:
 
     def _say_what_was_lost(self, accounts: Accounts, saved: list[FragmentMeta] | None) -> None:
         """What a person who comes back should know: the swarm may have gone on without some of the work."""
-        before = Accounts(layout=accounts.layout, samples=0, steps=0, fragments=saved) if saved is not None else None
+        before = replace(accounts, fragments=saved) if saved is not None else None
         lost = accounts.dropped_samples - (before.dropped_samples if before is not None else 0.0)
         if lost >= 1:
             self.view.status(f"{lost:.0f} samples from before are in no base of the swarm: it went on without them.")
+
+    def _build_strategy(
+        self, prepared: Prepared, device: torch.device, peer_id: str, meta: Mapping[str, Any]
+    ) -> MemoryStrategy:
+        """The memory strategy that was asked for. :raises UsageError: it is not for this model, device or run"""
+        settings, layout, manifest = self.settings, prepared.layout, prepared.manifest
+        name: StrategyName = settings.strategy or "full"
+        trained = frozenset(range(layout.num_fragments))
+        if name in PARTIAL:
+            count = min(settings.train_fragments or max(1, layout.num_fragments // 2), layout.num_fragments)
+            # Goes on with what it trained before, whose optimizer state is in the checkpoint.
+            trained = frozenset(meta.get("trained", ()))
+            if len(trained) != count:
+                nothing = [0] * layout.num_fragments
+                trained = next_trained(frozenset(), nothing, nothing, peer_id, count)
+            self.view.status(f"Training {count} of {layout.num_fragments} fragments, which ones by turns.")
+        return build_strategy(
+            name, prepared.model, layout, manifest.inner_optimizer, device, trained, manifest.averaging.mode
+        )
+
+    def _restore_optimizer(self, checkpoint: Checkpoint | None, strategy: MemoryStrategy) -> None:
+        """Take the state over if it is of the same fragments; another one starts afresh."""
+        if checkpoint is None or "optimizer" not in checkpoint.meta:
+            return
+        everything = range(len(checkpoint.meta["fragments"]))
+        if strategy.trained != frozenset(checkpoint.meta.get("trained", everything)):
+            return
+        prefix = "optimizer."
+        state = {name[len(prefix) :]: value for name, value in checkpoint.tensors.items() if name.startswith(prefix)}
+        optimizer_from_tensors(strategy.optimizer, state, checkpoint.meta["optimizer"])
 
     def _measure(self, task: Task, model: nn.Module, manifest: RunManifest, device: torch.device) -> Throughput:
         """Samples per second alone, at the micro-batch chosen; paced if a slower machine is emulated."""
@@ -500,14 +546,19 @@ class Session:
         measured = measure_throughput(task, model, manifest.inner_optimizer, device, seed, on_progress=progress)
         if self.settings.emulate is None:
             return measured
-        paced = paced_rate(task, model, manifest, measured.micro_batch, self.settings.emulate, self.leave)
+        paced = paced_rate(
+            task, copy.deepcopy(model).to(device), manifest, measured.micro_batch, self.settings.emulate, self.leave
+        )
         return Throughput(
             samples_per_second=paced,
             micro_batch=measured.micro_batch,
             measured_seconds=measured.measured_seconds,
         )
 
-    def _configure(self, prepared: Prepared, samples: int, steps: int, *, clean: bool) -> None:
+    def _configure(
+        self, prepared: Prepared, samples: int, steps: int, counts: Sequence[Counts], *, clean: bool
+    ) -> None:
+        fragments = prepared.layout.num_fragments
         self.swarm.configure(
             Configure(
                 layout=prepared.layout,
@@ -517,7 +568,12 @@ class Session:
                 samples=samples,
                 steps=steps,
                 clean=clean,
-                contributed=last_contributed(self.directory.path) if self.role == "training" else (0, 0),
+                counts=tuple(counts),
+                contributed=(
+                    last_contributed(self.directory.path, fragments)
+                    if self.role == "training"
+                    else (Counts(),) * fragments
+                ),
             ),
             prepared.arena,
         )
@@ -568,14 +624,15 @@ class Session:
 
 
 def paced_rate(
-    task: Task, model: nn.Module, manifest: RunManifest, micro_batch: int, emulate: float, leave: LeaveFlag
+    task: Task, twin: nn.Module, manifest: RunManifest, micro_batch: int, emulate: float, leave: LeaveFlag
 ) -> float:
-    """Samples per second of a slowed-down machine alone: real steps on a copy, each stretched by sleeping.
+    """Samples per second of a slowed-down machine alone: real steps, each stretched by sleeping.
 
     A machine whose step takes minutes is not measured for minutes.
+
+    :param twin: a copy of the model, which is trained
     """
     section = manifest.inner_optimizer
-    twin = copy.deepcopy(model)
     optimizer = build_inner_optimizer(twin.parameters(), section)
     batches = task.batches(0, section.batch_size)
     samples = 0
@@ -636,17 +693,21 @@ def make_initial_bases(
     return fragments
 
 
-def _restore(checkpoint: Checkpoint, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> bool:
-    """Load local parameters and optimizer state; False if the checkpoint holds bases only."""
-    stored = {name: checkpoint.tensors.get(f"parameter.{name}") for name in parameters}
-    if any(value is None for value in stored.values()):
-        return False
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            value = stored[name]
-            if value is not None:
-                parameter.copy_(value)
-    prefix = "optimizer."
-    state = {name[len(prefix) :]: value for name, value in checkpoint.tensors.items() if name.startswith(prefix)}
-    optimizer_from_tensors(optimizer, state, checkpoint.meta["optimizer"])
-    return True
+def restored_counts(meta: Mapping[str, Any], num_fragments: int) -> list[Counts]:
+    """Each fragment's cumulative counts in a checkpoint; zeros if there is none."""
+    everywhere = [meta.get("samples", 0), meta.get("steps", 0)]
+    return [Counts(*row) for row in meta.get("counts", [everywhere] * num_fragments)]
+
+
+def local_values(checkpoint: Checkpoint, layout: FragmentLayout) -> dict[int, torch.Tensor]:
+    """Local values by fragment, of those that had any of their own; empty if the checkpoint holds bases only."""
+    if checkpoint.meta["format"] == EARLIER_FORMAT:
+        parameters = {name: checkpoint.tensors.get(f"parameter.{name}") for name in layout.names}
+        there = {name: value for name, value in parameters.items() if value is not None}
+        found = {}
+        for fragment in range(layout.num_fragments) if len(there) == len(parameters) else ():
+            found[fragment] = torch.empty(layout.size(fragment))
+            gather_fragment(there, layout, fragment, found[fragment])
+        return found
+    names = {fragment: f"local.{fragment}" for fragment in range(layout.num_fragments)}
+    return {fragment: checkpoint.tensors[name] for fragment, name in names.items() if name in checkpoint.tensors}

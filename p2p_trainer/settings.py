@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import platformdirs
 from annotated_types import Ge, Gt, Le
@@ -24,6 +24,9 @@ from dht_config.address import Address, parse_addresses
 from dht_config.errors import AddressError, DeviceError, UsageError
 from dht_config.network import NetworkSettings
 from p2p_trainer.machines import read_memory, read_rate
+
+StrategyName = Literal["full", "checkpoint", "host_optimizer", "fragments", "stream"]
+"""Ways to train in little memory; what they are is said in ``p2p_trainer/strategies``, which takes torch to import."""
 
 ENVIRONMENT_PREFIX = "P2P_TRAINER_"
 _DEVICE = re.compile(r"cpu(:0)?|mps(:0)?|cuda(:[0-9]{1,3})?")
@@ -74,6 +77,10 @@ class PeerSettings(BaseSettings):
     """Held-out samples per evaluation; 0 for none."""
     emulate: float | None = Field(default=None, gt=0, le=1e6)
     """Pretend to be a slower machine: at most this many samples per second (for rehearsals)."""
+    strategy: StrategyName | None = None
+    """How to save memory: full, checkpoint, host_optimizer, fragments or stream; full by default."""
+    train_fragments: int | None = Field(default=None, ge=1, le=256)
+    """With the strategies fragments and stream: how many to train at a time; half of them by default."""
     allow_files: bool = False
     """Let a run that was joined by invite read the files that its manifest names on this machine."""
     upload_limit: str | None = None

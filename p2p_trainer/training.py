@@ -11,25 +11,27 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dht_config.errors import CheckpointError
 from p2p_trainer.checkpoint import optimizer_to_tensors, save_checkpoint
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, Mode
 from p2p_trainer.settings import PeerSettings
+from p2p_trainer.strategies import MemoryStrategy
+from p2p_trainer.strategies.rotation import Rotation
 from p2p_trainer.tasks import Task, mean_loss
 from p2p_trainer.tasks.base import Batch
 from p2p_trainer.view import LiveView, PeerView
 from peers.arena import SharedArena
-from peers.fragments import FragmentLayout, load_fragment
-from peers.ledger import Ledger
+from peers.fragments import FragmentLayout
+from peers.ledger import Counts, Ledger
 from peers.pipe import (
     Event,
     FragmentMeta,
@@ -79,7 +81,10 @@ class Accounts:
 
     layout: FragmentLayout
     samples: int
+    """What went through the model."""
     steps: int
+    counts: list[Counts]
+    """Of each fragment, what went through the model while that fragment was trained."""
     fragments: list[FragmentMeta]
     ledgers: list[Ledger] = field(init=False)
 
@@ -90,31 +95,52 @@ class Accounts:
         self.fragments[fragment] = meta
         self.ledgers[fragment] = Ledger.from_json(meta.ledger)
 
-    def _mean(self, element_samples: Callable[[Ledger], int]) -> float:
-        return sum(element_samples(ledger) for ledger in self.ledgers) / self.layout.num_elements
+    def stepped(self, samples: int, trained: Iterable[int]) -> None:
+        """One inner step was made that trained these fragments."""
+        self.samples += samples
+        self.steps += 1
+        for fragment in trained:
+            self.counts[fragment] = self.counts[fragment].after(samples, 1)
+
+    def is_pending(self, fragment: int) -> bool:
+        """Whether any of the fragment's samples are in no base yet."""
+        return self.ledgers[fragment].pending_element_samples(self.counts[fragment].samples) > 0
+
+    def _mean(self, element_samples: Iterable[int]) -> float:
+        return sum(element_samples) / self.layout.num_elements
+
+    def _trained(self) -> Iterator[int]:
+        return (ledger.size * count.samples for ledger, count in zip(self.ledgers, self.counts, strict=True))
+
+    def _pending(self) -> Iterator[int]:
+        return (
+            ledger.pending_element_samples(count.samples)
+            for ledger, count in zip(self.ledgers, self.counts, strict=True)
+        )
+
+    @property
+    def trained_samples(self) -> float:
+        """Mean over the fragments, each weighted by its parameters: less than ``samples`` if not all are trained."""
+        return self._mean(self._trained())
 
     @property
     def credited_samples(self) -> float:
         """Mean over the fragments, each weighted by its parameters."""
-        return self._mean(Ledger.credited_element_samples)
+        return self._mean(map(Ledger.credited_element_samples, self.ledgers))
 
     @property
     def dropped_samples(self) -> float:
-        return self._mean(Ledger.dropped_element_samples)
+        return self._mean(map(Ledger.dropped_element_samples, self.ledgers))
 
     @property
     def pending_samples(self) -> float:
-        return self._mean(lambda ledger: ledger.pending_element_samples(self.samples))
+        return self._mean(self._pending())
 
     @property
     def exact(self) -> bool:
-        """Invariant 2, in integers: credited + pending + dropped is what was processed, in every element."""
-        return self.samples * self.layout.num_elements == sum(
-            ledger.credited_element_samples()
-            + ledger.dropped_element_samples()
-            + ledger.pending_element_samples(self.samples)
-            for ledger in self.ledgers
-        )
+        """Invariant 2, in integers: credited + pending + dropped is what was processed, in every element trained."""
+        accounted = sum(ledger.credited_element_samples() + ledger.dropped_element_samples() for ledger in self.ledgers)
+        return sum(self._trained()) == accounted + sum(self._pending())
 
     @property
     def lineage_samples(self) -> int:
@@ -126,6 +152,7 @@ class Accounts:
         return {
             "processed_samples": self.samples,
             "inner_steps": self.steps,
+            "trained_samples": self.trained_samples,
             "credited_samples": self.credited_samples,
             "pending_samples": self.pending_samples,
             "dropped_samples": self.dropped_samples,
@@ -138,12 +165,13 @@ class Accounts:
             {
                 "fragment": index,
                 "parameters": ledger.size,
+                "trained_samples": count.samples,
                 "credited_samples": ledger.credited_element_samples() / ledger.size,
-                "pending_samples": ledger.pending_element_samples(self.samples) / ledger.size,
+                "pending_samples": ledger.pending_element_samples(count.samples) / ledger.size,
                 "version": meta.version,
                 "digest": meta.digest.hex(),
             }
-            for index, (meta, ledger) in enumerate(zip(self.fragments, self.ledgers, strict=True))
+            for index, (meta, ledger, count) in enumerate(zip(self.fragments, self.ledgers, self.counts, strict=True))
         ]
 
 
@@ -156,18 +184,18 @@ def data_seed(run_id: str, peer_id: str, restart: int) -> int:
 class Trainer:
     """Trains one model on this machine as part of a swarm.
 
-    :param parameters: the model's trainable parameters by name, in the layout's order
+    :param strategy: where the model's memory is, and which fragments are trained
     :param mode: what a step, a snapshot and a rebase are in this run
+    :param rotation: chooses other fragments now and then, where not all are trained
     """
 
     def __init__(
         self,
         *,
         task: Task,
-        model: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        strategy: MemoryStrategy,
         mode: Mode,
+        rotation: Rotation | None,
         settings: PeerSettings,
         accounts: Accounts,
         arena: SharedArena,
@@ -179,12 +207,12 @@ class Trainer:
         checkpoint_directory: Path,
         checkpoint_meta: Mapping[str, Any],
     ) -> None:
-        self.task, self.model, self.parameters, self.optimizer = task, model, parameters, optimizer
-        self.mode, self.settings = mode, settings
+        self.task, self.strategy, self.mode, self.rotation = task, strategy, mode, rotation
+        self.settings = settings
         self.accounts, self.arena, self.swarm = accounts, arena, swarm
         self.metrics, self.view, self.peer_view, self.leave = metrics, view, peer_view, leave
         self.checkpoint_directory, self.checkpoint_meta = checkpoint_directory, checkpoint_meta
-        self.device = next(model.parameters()).device
+        self.device = next(strategy.model.parameters()).device
         self.held_seconds = 0.0
         self.waited_seconds = 0.0
         """For a round, with nothing to do: no part of this machine's throughput."""
@@ -194,6 +222,8 @@ class Trainer:
         self._history: list[tuple[float, int]] = []
         self._losses: list[float] = []
         self._held_out: list[Batch] | None = None
+        self._wanted = strategy.trained
+        """Fragments to train from the next step on."""
 
     # ------------------------------------------------------------------ loop
 
@@ -210,6 +240,8 @@ class Trainer:
             while True:
                 self.leave.check()
                 self._step()
+                if self._wanted != self.strategy.trained:
+                    self._rotate()
                 now = time.monotonic()
                 if now - reported >= REPORT_SECONDS:
                     reported = now
@@ -236,7 +268,7 @@ class Trainer:
     def _step(self) -> None:
         """One step, made to last as long as the emulated machine would need for it, or a wait for the next round."""
         began, held_before = time.monotonic(), self.held_seconds
-        due = self.mode.samples_due(self.accounts.samples, self.accounts.ledgers)
+        due = self.mode.samples_due(self.accounts.counts, self.accounts.ledgers)
         if due == 0:
             self.handle_messages(WAIT_SECONDS)
             self.waited_seconds += time.monotonic() - began
@@ -244,8 +276,7 @@ class Trainer:
         loss, samples = self.mode.step(self.accounts.lineage_samples, due, self._between_micro_batches)
         if math.isfinite(loss):
             # Before any message is answered: the parameters and the counts must tell the same.
-            self.accounts.samples += samples
-            self.accounts.steps += 1
+            self.accounts.stepped(samples, self.strategy.trained)
             self._losses.append(loss)
         else:
             self.peer_view.note = "an inner step gave no finite loss and was left out"
@@ -278,15 +309,19 @@ class Trainer:
     def handle(self, message: Any) -> None:
         accounts = self.accounts
         if isinstance(message, TakeSnapshot):
-            self.mode.take_snapshot(message.fragment, accounts.samples)
-            self.swarm.send(SnapshotTaken(fragment=message.fragment, samples=accounts.samples, steps=accounts.steps))
+            samples, steps = accounts.counts[message.fragment]
+            self.mode.take_snapshot(message.fragment, samples)
+            self.swarm.send(SnapshotTaken(fragment=message.fragment, samples=samples, steps=steps))
         elif isinstance(message, Rebase):
-            accounts.replace(message.fragment, message.meta)
-            self.mode.rebase(message.fragment, message.keep)
+            fragment = message.fragment
+            samples, steps = accounts.counts[fragment]
+            accounts.replace(fragment, message.meta)
             if not message.keep:
-                dropped = accounts.ledgers[message.fragment].drop(accounts.samples, accounts.steps)
-                accounts.ledgers[message.fragment] = dropped
-            self.swarm.send(Rebased(fragment=message.fragment, samples=accounts.samples, steps=accounts.steps))
+                accounts.ledgers[fragment] = accounts.ledgers[fragment].drop(samples, steps)
+            self.mode.rebase(fragment, keep=message.keep, pending=accounts.is_pending(fragment))
+            self.swarm.send(Rebased(fragment=fragment, samples=samples, steps=steps))
+            if self.rotation is not None and self._wanted == self.strategy.trained:
+                self._wanted = self.rotation.rebased(fragment, self.strategy.trained)
         elif isinstance(message, Event):
             self._note_event(message)
         elif isinstance(message, Quiet):
@@ -298,6 +333,8 @@ class Trainer:
             self.peer_view.peers_in_swarm = fields["training"] + 1
             if isinstance(self.mode, GradientMode):
                 self.mode.share = fields["share"]
+            if self.rotation is not None:
+                self.rotation.coverage = fields["coverage"]
             return
         self.metrics.write(event.name, **fields)
         if event.name == "round":
@@ -330,17 +367,38 @@ class Trainer:
                 steps=accounts.steps,
                 credited_samples=accounts.credited_samples,
                 samples_per_second=rate,
+                trained=self.strategy.trained,
             )
         )
         view = self.peer_view
         view.state, view.samples_per_second = "training", rate
         view.loss = loss if loss is not None else view.loss
         view.processed_samples = accounts.samples
+        view.trained_share = accounts.trained_samples / accounts.samples if accounts.samples else 1.0
         view.credited_samples, view.pending_samples = accounts.credited_samples, accounts.pending_samples
         self.view.update(view)
         if self._save_problem is not None:
             self.view.status(f"Training goes on, but the checkpoint could not be saved: {self._save_problem}")
             self._save_problem = None
+
+    # -------------------------------------------------------------- rotation
+
+    def _rotate(self) -> None:
+        """Train what is wanted now. What begins does so from its base, which is read while it holds still."""
+        before, layout = self.strategy.trained, self.accounts.layout
+        values: dict[int, Tensor] = {}
+
+        def copy_bases(fragments: list[FragmentMeta]) -> None:
+            values.update({new: self.arena.base[layout.slice(new)].clone() for new in self._wanted - before})
+
+        self._with_quiet_arena(copy_bases)
+        self.strategy.train_only(self._wanted, values)
+        self.metrics.write(
+            "rotation",
+            started=sorted(self._wanted - before),
+            stopped=sorted(before - self._wanted),
+            trained=sorted(self._wanted),
+        )
 
     # ------------------------------------------------- evaluation and saving
 
@@ -359,7 +417,7 @@ class Trainer:
             self.swarm.send(Resume())
 
     def _evaluate(self) -> None:
-        """Held-out loss of the base, with the local parameters put aside for as long."""
+        """Held-out loss of the base, with the local values put aside for as long; frozen ones in low precision."""
         if self._held_out is None:
             micro = max(self.mode.micro_batch, 8)
             self._held_out = self.task.held_out(micro, self.settings.eval_samples)
@@ -376,16 +434,8 @@ class Trainer:
             samples = sum(meta.total_element_samples for meta in fragments) // self.accounts.layout.num_elements
 
         self._with_quiet_arena(copy_base)
-        layout = self.accounts.layout
-        local = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        for fragment in range(layout.num_fragments):
-            load_fragment(self.parameters, layout, fragment, base[layout.slice(fragment)])
-        try:
-            loss = mean_loss(self.task, self.model, self._held_out)
-        finally:
-            with torch.no_grad():
-                for name, parameter in self.parameters.items():
-                    parameter.copy_(local[name])
+        with self.strategy.on_base(base):
+            loss = mean_loss(self.task, self.strategy.model, self._held_out)
         self.metrics.write("eval", version=min(versions), samples=samples, loss=loss)
 
     def checkpoint_contents(
@@ -393,14 +443,16 @@ class Trainer:
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Copies of everything a restart needs. :param clean: no contribution can be under way any more"""
         tensors = {"base": self.arena.base.clone(), "outer_state": self.arena.outer_state.clone()}
-        tensors |= {f"parameter.{name}": value.detach().cpu().clone() for name, value in self.parameters.items()}
-        state, optimizer_meta = optimizer_to_tensors(self.optimizer)
+        tensors |= {f"local.{fragment}": values for fragment, values in self.strategy.unrounded().items()}
+        state, optimizer_meta = optimizer_to_tensors(self.strategy.optimizer)
         tensors |= {f"optimizer.{name}": value.detach().cpu().clone() for name, value in state.items()}
         meta = {
             **self.checkpoint_meta,
             "clean": clean,
             "samples": self.accounts.samples,
             "steps": self.accounts.steps,
+            "counts": self.accounts.counts,
+            "trained": sorted(self.strategy.trained),
             "optimizer": optimizer_meta,
             "fragments": [
                 replace(fragment, ledger=ledger.to_json()).to_json()

@@ -53,6 +53,8 @@ class PeerView:
     """Mean training loss of late; None before the first step."""
     samples_per_second: float = 0.0
     processed_samples: int = 0
+    trained_share: float = 1.0
+    """How much of the model they trained, 0 to 1: less where memory holds some fragments frozen."""
     credited_samples: float = 0.0
     pending_samples: float = 0.0
     note: str = ""
@@ -93,8 +95,8 @@ def sentence(view: PeerView, now: float) -> str:
         clauses.append(f"loss {view.loss:.2f}")
     clauses.append(f"{_number(view.samples_per_second)} samples/s")
     if view.processed_samples > 0:
-        credited = _percent(view.credited_samples / view.processed_samples)
-        clauses.append(f"{credited} of {view.processed_samples:,} samples credited")
+        credited = _percent(view.credited_samples / (view.processed_samples * (view.trained_share or 1.0)))
+        clauses.append(f"{credited} of {view.processed_samples:,} samples credited{_for_a_part(view)}")
     if note:
         clauses.append(note)
     return " · ".join(clauses)
@@ -120,8 +122,12 @@ def farewell(view: PeerView, directory: Path, problem: str) -> str:
 
     :param problem: why the last checkpoint could not be written; empty if it was
     """
-    counts = f"{view.processed_samples:,} samples processed, {view.credited_samples:,.0f} credited"
+    counts = f"{view.processed_samples:,} samples processed{_for_a_part(view)}, {view.credited_samples:,.0f} credited"
     return f"Left the run: {counts}; {_kept('progress', directory, problem)} The same command continues."
+
+
+def _for_a_part(view: PeerView) -> str:
+    return "" if view.trained_share > 0.995 else f" for {_percent(view.trained_share)} of the model"
 
 
 def farewell_of_a_door(directory: Path, problem: str) -> str:

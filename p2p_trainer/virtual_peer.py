@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import torch
 
 from dht_config.manifest import RunManifest
-from p2p_trainer.inner_optimizer import build_inner_optimizer
 from p2p_trainer.modes import LocalMode
 from p2p_trainer.session import make_initial_bases
 from p2p_trainer.simulated_peer import MadeBase, SimulatedPeer
 from p2p_trainer.simulated_round import RoundFlow
+from p2p_trainer.strategies import build_strategy
 from p2p_trainer.target import trainable
 from p2p_trainer.tasks import Task
 from peers.arena import SharedArena
@@ -72,22 +72,20 @@ class TrainedWork:
 
     def __init__(self, run: TrainedRun, own_id: bytes, data_seed: int) -> None:
         model = copy.deepcopy(run.model)
-        self._parameters = trainable(model)
+        parameters = trainable(model)
         section = run.manifest.inner_optimizer
-        optimizer = build_inner_optimizer(self._parameters.values(), section)
+        strategy = build_strategy("full", model, run.layout, section, torch.device("cpu"), frozenset())
         self._arena = SharedArena.create(run.layout.num_elements, run.outer.states)
         self.mode = LocalMode(
             run.task,
-            model,
-            self._parameters,
-            optimizer,
+            strategy,
             run.manifest,
             run.layout,
             self._arena,
             section.batch_size,
             data_seed,
         )
-        metas = make_initial_bases(self._parameters, run.layout, self._arena)
+        metas = make_initial_bases(parameters, run.layout, self._arena)
         self.holdings = []
         for index, meta in enumerate(metas):
             state = FragmentState(index, run.layout, self._arena)
@@ -182,7 +180,7 @@ class TrainedHolding:
         average: _Average = made.average
         self.state.commit(self._run.outer, made.plan, average.values, made.parts, self._own_id)
         self.state.average_residual.replace(average.left_out.get(index, {}))
-        self._work.mode.rebase(self.state.index, True)
+        self._work.mode.rebase(self.state.index, keep=True, pending=True)
         self.state.forget_snapshot()
 
     def frozen(self) -> FetchedBase:
@@ -202,14 +200,14 @@ class TrainedHolding:
 
     def adopt(self, fetched: FetchedBase) -> None:
         keep = self.state.adopt(fetched, self._own_id)
-        self._work.mode.rebase(self.state.index, keep)
+        self._work.mode.rebase(self.state.index, keep=keep, pending=True)
         if not keep:
             self.state.ledger = self.state.ledger.drop(self._work.samples, self._work.steps)
         self.state.forget_snapshot()
 
     def drop(self, samples: int, steps: int) -> None:
         self.state.drop_undecided(samples, steps)
-        self._work.mode.rebase(self.state.index, False)
+        self._work.mode.rebase(self.state.index, keep=False, pending=False)
 
     def restarts(self) -> None:
         self.state.backers = self.state.unresolved_mates = frozenset()

@@ -16,7 +16,7 @@ from peers.fragment_state import FragmentState, counts_at_start
 from peers.line import MEASURABLE_BYTES, LineRate, line_use
 from peers.lineage import Claim, choose_base, in_step
 from peers.messages import BaseAnswer, BaseRequest, BaseRequestHeader
-from peers.pipe import Event, Rebased, Synced, Syncing, Waiting
+from peers.pipe import Configure, Event, Rebased, Synced, Syncing, Waiting
 from peers.presence import Presence
 from peers.transfer import FetchedBase, FrozenBase, PartialBase
 from peers.transport import Transport
@@ -58,13 +58,13 @@ class BaseKeeper:
         """Serve our bases from now on."""
         await self._transport.serve(BASE, self._server.answer, BaseRequest)
 
-    async def sync(self, samples: int, steps: int, contributed: tuple[int, int]) -> None:
+    async def sync(self, configure: Configure) -> None:
         """Fetch the bases that we lack or that are behind, and tell the training process where it stands.
 
         On a line that needs longer than a cycle for a fragment they are those of a moment ago: the rest of the way is
         made while training, and until then no round counts on us.
 
-        :param contributed: cumulative samples and steps of our last contribution
+        :param configure: our counts as of the checkpoint, and as of our last contributions
         """
         keep = [state.version >= 0 for state in self._run.fragments]
         progress = _Progress(
@@ -113,22 +113,28 @@ class BaseKeeper:
         self._partial.clear()
         self._note_rate(expected_bytes, self._run.clock.now() - began)
         self._presence.caught_up = any(current)
-        counts = counts_at_start(self._run.fragments, (samples, steps), contributed)
-        if counts[0] > samples:
+        counts = []
+        for state, saved, contributed in zip(self._run.fragments, configure.counts, configure.contributed, strict=True):
+            counts.append(counts_at_start(state, saved, contributed))
             # We contributed work that our checkpoint does not know: what we restored is older than that.
-            keep = [False] * len(keep)
-        samples, steps = counts
+            keep[state.index] &= counts[-1].samples == saved.samples
         if self._run.manifest.averaging.mode == "gradient":
             keep = [False] * len(keep)  # a sum of gradients does not survive the process
         for state in self._run.fragments:
             if not keep[state.index]:
-                state.drop_undecided(samples, steps)
+                state.drop_undecided(*counts[state.index])
         if not self._presence.caught_up:
             self._run.training.send(
                 Waiting("Fetching took longer than the swarm takes to move on: training alone until it has caught up.")
             )
         self._run.training.send(
-            Synced(fragments=[state.meta for state in self._run.fragments], keep=keep, samples=samples, steps=steps)
+            Synced(
+                fragments=[state.meta for state in self._run.fragments],
+                keep=keep,
+                samples=max(configure.samples, *(count.samples for count in counts)),
+                steps=max(configure.steps, *(count.steps for count in counts)),
+                counts=counts,
+            )
         )
 
     def _note_rate(self, fetched_bytes: int, seconds: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from peers.arena import SharedArena
 from peers.contribution import Contribution, Difference, Outgoing, SentPart
 from peers.fragments import FragmentLayout
-from peers.ledger import Ledger, PendingSpan
+from peers.ledger import Counts, Ledger, PendingSpan
 from peers.lineage import Claim
 from peers.messages import MAX_RECEIPTS, AveragedPart, Contributor, Receipt, extend_history
 from peers.outer import NO_HISTORY, OuterOptimizer, base_digest
@@ -277,15 +277,10 @@ def _line(fetched: FetchedBase) -> dict[int, bytes]:
     return line
 
 
-def counts_at_start(
-    fragments: Iterable[FragmentState], saved: tuple[int, int], contributed: tuple[int, int]
-) -> tuple[int, int]:
-    """Cumulative samples and steps to count on from, so that no two pieces of work carry the same numbers.
+def counts_at_start(state: FragmentState, saved: Counts, contributed: Counts) -> Counts:
+    """Cumulative counts of a fragment to go on from, so that no two pieces of work carry the same numbers.
 
     :param saved: those of the checkpoint
     :param contributed: those of the last contribution
     """
-    spans = [span for state in fragments for span in state.ledger.spans]
-    samples = max(saved[0], contributed[0], *(span.samples for span in spans))
-    steps = max(saved[1], contributed[1], *(span.steps for span in spans))
-    return samples, steps
+    return saved.furthest(contributed, *(Counts(span.samples, span.steps) for span in state.ledger.spans))

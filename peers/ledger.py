@@ -1,8 +1,9 @@
 """Which of this peer's samples are in the base: invariant 2, every sample counts exactly once.
 
-A peer counts the samples it processed since the run began, across restarts. For every stretch of a fragment the
-ledger says up to which count its work is accounted for. Accounting follows parts: a reducer that closes a part
-without us leaves exactly that stretch pending, and the next contribution covers it with the weight it is due.
+For each fragment a peer counts the samples it processed while it trained that fragment, since the run began, across
+restarts. For every stretch of the fragment the ledger says up to which count its work is accounted for. Accounting
+follows parts: a reducer that closes a part without us leaves exactly that stretch pending, and the next contribution
+covers it with the weight it is due.
 """
 
 from __future__ import annotations
@@ -10,6 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
+
+
+class Counts(NamedTuple):
+    """This peer's cumulative work on one fragment: samples processed and inner steps made while it was trained."""
+
+    samples: int = 0
+    steps: int = 0
+
+    def after(self, samples: int, steps: int) -> Counts:
+        """With so much more of it."""
+        return Counts(self.samples + samples, self.steps + steps)
+
+    def furthest(self, *others: Counts) -> Counts:
+        """The highest of each."""
+        return Counts(
+            max(self.samples, *(other.samples for other in others)), max(self.steps, *(other.steps for other in others))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any
 from dht_config.errors import P2PTrainerError
 from dht_config.records import SignedManifest
 from peers.fragments import FragmentLayout
+from peers.ledger import Counts
 from peers.past import Past
 
 
@@ -66,7 +67,8 @@ class Configure:
 
     ``fragments`` describes the bases that lie in the arena, or is None when they must be fetched.
     ``clean`` says that no contribution of ours can be under way since the bases were saved.
-    ``contributed`` are the cumulative counts (samples, steps) of our last contribution, in whatever start.
+    ``samples`` and ``steps`` went through the model; ``counts`` says of each fragment how many while it was trained,
+    and ``contributed`` what those were at our last contribution, in whatever start.
     """
 
     layout: FragmentLayout
@@ -77,7 +79,8 @@ class Configure:
     samples: int
     steps: int
     clean: bool
-    contributed: tuple[int, int] = (0, 0)
+    counts: tuple[Counts, ...]
+    contributed: tuple[Counts, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +94,7 @@ class BeginTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotTaken:
-    """The fragment's parameters lie in ``arena.snapshot``, as of these cumulative counts."""
+    """The fragment's parameters lie in ``arena.snapshot``, as of these cumulative counts of its own."""
 
     fragment: int
     samples: int
@@ -100,7 +103,7 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebased:
-    """The fragment's parameters stand on the new base, at these cumulative counts."""
+    """The fragment's parameters stand on the new base, at these cumulative counts of its own."""
 
     fragment: int
     samples: int
@@ -109,12 +112,14 @@ class Rebased:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Cumulative counts and the current rate, for the profile."""
+    """Cumulative counts, the current rate and what is trained, for the profile."""
 
     samples: int
     steps: int
     credited_samples: float
     samples_per_second: float
+    trained: frozenset[int] | None = None
+    """Fragments; None for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +171,15 @@ class Syncing:
 class Synced:
     """Bases lie in the arena, references in ``arena.snapshot``.
 
-    ``keep[f]`` says whether restored progress of fragment f stands (parameters - reference) or is dropped.
+    ``keep[f]`` says whether restored progress of fragment f stands (parameters - reference) or is dropped,
+    ``counts[f]`` from which of its counts training goes on.
     """
 
     fragments: list[FragmentMeta]
     keep: list[bool]
     samples: int
     steps: int
+    counts: list[Counts]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
@@ -26,7 +27,7 @@ from peers.daemon import answers_elsewhere, dial, refuses
 from peers.door import remember_addresses, remembered_addresses, set_clock
 from peers.lineage import Claim, has_quorum
 from peers.membership import Member, View, read_view
-from peers.messages import Ask, AskHeader
+from peers.messages import Ask, AskHeader, indices_of, mask_of
 from peers.pipe import Event
 from peers.round import RoundVoid
 from peers.transport import TRANSPORT_ERRORS
@@ -117,6 +118,7 @@ class Presence:
             joined_at=self._joined_at,
             restart=self._run.settings.restart,
             cadence=self.cadence.announced,
+            trains=mask_of(set(progress.trained), len(self._run.fragments)) if progress.trained is not None else b"",
         )
         own = self._run.own_id
         expiration = self._expiration(RECORD_SECONDS)
@@ -159,7 +161,15 @@ class Presence:
             self._heard_at = everyone.read_at
         self.view = View(read_at=everyone.read_at, members=members)
         self._run.training.send(
-            Event("peers", {"training": len(self.present()), "known": len(members), "share": self._share()})
+            Event(
+                "peers",
+                {
+                    "training": len(self.present()),
+                    "known": len(members),
+                    "share": self._share(),
+                    "coverage": coverage((members[peer].profile for peer in self.present()), len(self._run.fragments)),
+                },
+            )
         )
         self._meet(members)
         now = self._run.clock.now()
@@ -360,6 +370,16 @@ class Presence:
             peers = [PeerID.from_base58(peer) for peer in self.view.members]
             random.shuffle(peers)
             await set_clock(self._run.clock, self._run.stub, peers, newcomer=False)
+
+
+def coverage(profiles: Iterable[PeerProfile], num_fragments: int) -> list[float]:
+    """For each fragment, the samples per second of those who train it."""
+    rates: list[list[float]] = [[] for _ in range(num_fragments)]
+    for profile in profiles:
+        trained = indices_of(profile.trains, num_fragments) if profile.trains else None
+        for fragment in range(num_fragments) if trained is None else trained:
+            rates[fragment].append(profile.samples_per_second)
+    return [math.fsum(each) for each in rates]  # whatever the order: equally covered fragments must compare as equal
 
 
 def refresh_seconds(tick_seconds: float) -> float:

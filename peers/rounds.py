@@ -23,7 +23,7 @@ from peers.contributed import note_contributed
 from peers.contribution import Outgoing
 from peers.fragment_state import FragmentState
 from peers.grouping import AWAKE_SECONDS, FragmentMatchmaking, GroupSearch, NodeAsDHT
-from peers.ledger import PendingSpan
+from peers.ledger import Counts, PendingSpan
 from peers.line import CodecName, LineRate, LineUse, limiting, line_use
 from peers.lineage import held_again
 from peers.messages import Average, AveragedPart, Part
@@ -278,7 +278,12 @@ class RoundKeeper:
             raise RoundVoid(
                 f"the group has {sum(weights):.0f} of the {self._needed_samples:.0f} samples that a step needs"
             )
-        note_contributed(self._run.settings.run_directory, brought.taken.samples, brought.taken.steps)
+        note_contributed(
+            self._run.settings.run_directory,
+            state.index,
+            Counts(brought.taken.samples, brought.taken.steps),
+            len(self._run.fragments),
+        )
         began = self._run.clock.now()
         if len(members) == 1:
             average = await off_loop(state.size, brought.values.whole)

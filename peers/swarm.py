@@ -161,7 +161,7 @@ class Swarm:
         await presence.publish_manifest()
         await presence.publish(presence.first_status)
         await presence.refresh()
-        await bases.sync(configure.samples, configure.steps, configure.contributed)
+        await bases.sync(configure)
         presence.changed.set()
         await asyncio.gather(presence.keep(on_news=bases.catch_up), presence.keep_clock(), rounds.keep_ticks())
 

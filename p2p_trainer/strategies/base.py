@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
-StrategyName = Literal["full", "checkpoint", "host_optimizer", "fragments", "stream"]
+from p2p_trainer.settings import StrategyName as StrategyName
+
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 """Cheapest in time first; each takes less of the device's memory than the one before it.
 

@@ -44,6 +44,8 @@ COMMANDS = {
         "--eval-seconds",
         "--eval-samples",
         "--emulate",
+        "--strategy",
+        "--train-fragments",
         "--allow-files",
     },
     "bootstrap": COMMON | SHOWN | {"target"},

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from peers.arena import SharedArena
 from peers.fragment_state import FragmentState, counts_at_start
 from peers.fragments import FragmentLayout
-from peers.ledger import Ledger, PendingSpan
+from peers.ledger import Counts, Ledger, PendingSpan
 from peers.messages import MAX_RECEIPTS, AveragedPart, extend_history
 from peers.outer import NO_HISTORY, Nesterov, base_digest
 from peers.pipe import FragmentMeta, SnapshotTaken
@@ -72,7 +72,9 @@ class Peer:
         self.state.restore(FragmentMeta.from_json(record))
         self.state.uncertain = not clean
         self.parameters = parameters.clone()
-        self.samples, _ = counts_at_start([self.state], (samples, samples), (self.contributed, self.contributed))
+        self.samples, _ = counts_at_start(
+            self.state, Counts(samples, samples), Counts(self.contributed, self.contributed)
+        )
         if self.samples > samples:
             self.parameters = base.clone()
             self.state.drop_undecided(self.samples, self.samples)

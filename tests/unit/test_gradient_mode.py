@@ -22,7 +22,7 @@ from peers.codecs import get_codec
 from peers.contribution import Difference, GradientSum, SentPart, shares
 from peers.fragment_state import FragmentState
 from peers.fragments import cut, gather_fragment
-from peers.ledger import Ledger, PendingSpan
+from peers.ledger import Counts, Ledger, PendingSpan
 from peers.outer import NO_HISTORY, build_outer_optimizer
 from peers.pipe import FragmentMeta, SnapshotTaken
 from peers.residual import AverageResidual
@@ -107,7 +107,7 @@ class Peer:
 
     @property
     def due(self) -> int:
-        due = self.mode.samples_due(self.samples, [state.ledger for state in self.states])
+        due = self.mode.samples_due([Counts(self.samples, self.steps)] * 2, [state.ledger for state in self.states])
         assert due is not None
         return due
 
@@ -164,7 +164,7 @@ class Group:
             state.sent = network.rounds[index].lossy
         for each, state, result in zip(self.peers, states, results, strict=True):
             state.commit(each.outer, plan, result.average, result.parts, each.id.to_bytes())
-            each.mode.rebase(fragment, True)
+            each.mode.rebase(fragment, keep=True, pending=True)
         assert len({state.digest for state in states}) == 1
 
 
@@ -326,8 +326,8 @@ def test_progress_that_is_dropped_leaves_no_gradient_behind() -> None:
     each.train()
     each.snapshot(0)
     each.states[0].give_up()
-    each.mode.rebase(0, False)
-    each.mode.rebase(1, False)
+    each.mode.rebase(0, keep=False, pending=False)
+    each.mode.rebase(1, keep=False, pending=False)
     assert float(each.states[0].snapshot.abs().max()) == 0
     assert all(float(value.grad.abs().max()) == 0 for value in each.parameters.values() if value.grad is not None)
 

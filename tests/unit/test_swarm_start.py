@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from dht_config.manifest import example_manifest, parse_manifest
 from peers.arena import SharedArena
 from peers.fragments import FragmentLayout
-from peers.ledger import Ledger
+from peers.ledger import Counts, Ledger
 from peers.outer import NO_HISTORY
 from peers.pipe import Configure, FragmentMeta
 from peers.swarm import _fragments, _restored_progress
@@ -25,6 +25,8 @@ def configured(fragments: list[FragmentMeta] | None, samples: int) -> Configure:
         samples=samples,
         steps=samples // 8,
         clean=True,
+        counts=(Counts(samples, samples // 8),) * 2,
+        contributed=(Counts(),) * 2,
     )
 
 

@@ -10,11 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dht_config.manifest import InnerOptimizerSection
 from p2p_trainer.modes import LocalMode
+from p2p_trainer.strategies import build_strategy
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
 from peers.arena import SharedArena
 from peers.fragments import FragmentLayout, cut
-from peers.ledger import Ledger
+from peers.ledger import Counts, Ledger
 from peers.pipe import FragmentMeta, Quiet, Rebase, Rebased, SnapshotTaken, TakeSnapshot
 
 LAYOUT = FragmentLayout(names=("a",), shapes=((40,),), bounds=(0, 30, 40))
@@ -32,7 +34,8 @@ def meta(ledger: Ledger, *, version: int = 1, total: int = 0) -> FragmentMeta:
 
 def accounts(*ledgers: Ledger, samples: int, totals: tuple[int, ...] = (0, 0)) -> Accounts:
     fragments = [meta(ledger, total=total) for ledger, total in zip(ledgers, totals, strict=True)]
-    return Accounts(layout=LAYOUT, samples=samples, steps=samples // 8, fragments=fragments)
+    counts = [Counts(samples, samples // 8)] * 2
+    return Accounts(layout=LAYOUT, samples=samples, steps=samples // 8, counts=counts, fragments=fragments)
 
 
 def test_a_fragment_weighs_as_much_as_it_has_parameters() -> None:
@@ -58,23 +61,29 @@ events = st.lists(
         st.integers(0, 30),
         st.integers(0, 30),
         st.integers(0, 2**50),
+        st.sampled_from([{0, 1}, {0}, {1}]),
     ),
     max_size=8,
 )
 
 
 @given(events)
-def test_accounts_add_up_exactly_whatever_was_credited_or_dropped(
-    history: list[tuple[str, int, int, int, int]],
+def test_accounts_add_up_exactly_whatever_was_trained_credited_or_dropped(
+    history: list[tuple[str, int, int, int, int, set[int]]],
 ) -> None:
     book = accounts(Ledger.open(30), Ledger.open(10), samples=0)
-    for kind, fragment, start, stop, samples in history:
-        book.samples += samples
-        ledger = book.ledgers[fragment]
-        ledger = ledger.credit([(start, stop)], book.samples, 1) if kind == "credit" else ledger.drop(book.samples, 1)
+    trained_elements = 0
+    for kind, fragment, start, stop, samples, trained in history:
+        book.stepped(samples, trained)
+        trained_elements += samples * sum(LAYOUT.size(each) for each in trained)
+        ledger, counts = book.ledgers[fragment], book.counts[fragment]
+        ledger = ledger.credit([(start, stop)], *counts) if kind == "credit" else ledger.drop(*counts)
         book.replace(fragment, meta(ledger))
         assert book.exact
-        assert book.credited_samples + book.dropped_samples + book.pending_samples == pytest.approx(book.samples)
+        assert book.is_pending(fragment) == (book.by_fragment()[fragment]["pending_samples"] > 0)
+        total = book.credited_samples + book.dropped_samples + book.pending_samples
+        assert total == pytest.approx(book.trained_samples) == pytest.approx(trained_elements / 40)
+        assert book.trained_samples <= book.samples
 
 
 def test_accounts_that_do_not_add_up_say_so() -> None:
@@ -99,6 +108,7 @@ def test_what_is_reported_names_every_count() -> None:
     assert book.fields() == {
         "processed_samples": 100,
         "inner_steps": 12,
+        "trained_samples": 100.0,
         "credited_samples": 60.0,
         "pending_samples": 40.0,
         "dropped_samples": 0.0,
@@ -155,17 +165,25 @@ def trainer() -> Trainer:
     ledgers = [Ledger.open(layout.size(fragment)) for fragment in range(2)]
     nothing: Any = SimpleNamespace()
     arena = SharedArena.create(40)
-    task = SimpleNamespace(batches=lambda seed, batch_size: iter(()))
-    manifest = SimpleNamespace(inner_optimizer=SimpleNamespace(batch_size=8))
-    parameters = {"a": model.a}
+    task: Any = SimpleNamespace(batches=lambda seed, batch_size: iter(()))
+    manifest: Any = SimpleNamespace(
+        inner_optimizer=InnerOptimizerSection(name="sgd", lr=0.1), averaging=SimpleNamespace(codec="float32")
+    )
+    cpu, everything = torch.device("cpu"), frozenset({0, 1})
+    strategy = build_strategy("full", model, layout, manifest.inner_optimizer, cpu, everything)
     return Trainer(
         task=nothing,
-        model=model,
-        parameters=parameters,
-        optimizer=nothing,
-        mode=LocalMode(task, model, parameters, nothing, manifest, layout, arena, 4, 0),  # type: ignore[arg-type]
+        strategy=strategy,
+        mode=LocalMode(task, strategy, manifest, layout, arena, 4, 0),
+        rotation=None,
         settings=nothing,
-        accounts=Accounts(layout=layout, samples=100, steps=12, fragments=[meta(ledger) for ledger in ledgers]),
+        accounts=Accounts(
+            layout=layout,
+            samples=100,
+            steps=12,
+            counts=[Counts(100, 12)] * 2,
+            fragments=[meta(ledger) for ledger in ledgers],
+        ),
         arena=arena,
         swarm=Swarm(),  # type: ignore[arg-type]
         metrics=nothing,
@@ -189,8 +207,8 @@ def test_a_rebase_keeps_the_progress_made_since_the_reference(trainer: Trainer) 
     trainer.arena.snapshot[where] = 20.0
     credited = meta(Ledger.open(20).credit([(0, 20)], 90, 11), version=2)
     trainer.handle(Rebase(fragment=1, keep=True, meta=credited))
-    assert trainer.parameters["a"].tolist()[:20] == [float(value) for value in range(20)]
-    assert trainer.parameters["a"].tolist()[20:] == [1000.0 + value for value in range(20)]
+    assert trainer.strategy.model.a.tolist()[:20] == [float(value) for value in range(20)]
+    assert trainer.strategy.model.a.tolist()[20:] == [1000.0 + value for value in range(20)]
     assert trainer.accounts.pending_samples == (20 * 100 + 20 * 10) / 40
     assert trainer.accounts.exact
     assert trainer.swarm.sent == [Rebased(fragment=1, samples=100, steps=12)]  # type: ignore[attr-defined]
@@ -200,21 +218,21 @@ def test_a_rebase_without_known_fate_drops_the_progress_and_says_so_in_the_ledge
     where = trainer.accounts.layout.slice(0)
     trainer.arena.base[where] = 7.0
     trainer.handle(Rebase(fragment=0, keep=False, meta=meta(Ledger.open(20), version=2)))
-    assert trainer.parameters["a"].tolist()[:20] == [7.0] * 20
+    assert trainer.strategy.model.a.tolist()[:20] == [7.0] * 20
     assert trainer.accounts.dropped_samples == 20 * 100 / 40
     assert trainer.accounts.exact
 
 
 def test_a_checkpoint_holds_bases_as_they_are_and_ledgers_as_training_sees_them(trainer: Trainer) -> None:
-    trainer.optimizer = torch.optim.SGD([trainer.parameters["a"]], lr=0.1)  # type: ignore[list-item]
     trainer.handle(Rebase(fragment=0, keep=False, meta=meta(Ledger.open(20), version=2)))
     bases = [meta(Ledger.open(20), version=2), meta(Ledger.open(20), version=1)]
     trainer.handle(Quiet(bases))
     tensors, saved = trainer.checkpoint_contents(bases, clean=False)
-    assert set(tensors) >= {"base", "outer_state", "parameter.a"}
+    assert set(tensors) >= {"base", "outer_state", "local.0", "local.1"}
     assert [row["version"] for row in saved["fragments"]] == [2, 1]
     ledgers = [Ledger.from_json(row["ledger"]) for row in saved["fragments"]]
     assert [ledger.dropped_element_samples() for ledger in ledgers] == [20 * 100, 0]
     assert (saved["samples"], saved["steps"], saved["clean"]) == (100, 12, False)
-    trainer.parameters["a"].data.zero_()
-    assert tensors["parameter.a"].sum() != 0, "a copy: training goes on while it is written"
+    assert (saved["counts"], saved["trained"]) == ([(100, 12)] * 2, [0, 1])
+    trainer.strategy.model.a.data.zero_()
+    assert tensors["local.1"].sum() != 0, "a copy: training goes on while it is written"
