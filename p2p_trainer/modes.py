@@ -51,7 +51,7 @@ class Mode(Protocol):
         """Move onto the new base in the arena.
 
         :param keep: with the progress made since the reference
-        :param pending: some of the fragment's samples are in no base yet
+        :param pending: work of the fragment's is in no base yet
         """
 
 
@@ -71,9 +71,6 @@ class LocalMode:
         self._task, self._strategy = task, strategy
         self._section = manifest.inner_optimizer
         self._layout, self._arena = layout, arena
-        # A sparse codec leaves most of a contribution in the parameters, to be sent later: it is not to be rounded away
-        # while nothing is pending. What the others leave is a fraction of a contribution, and once a turn.
-        self._keeps_residual = manifest.averaging.codec == "sparse"
         self.micro_batch = micro_batch
         self._batches = task.batches(seed, self._section.batch_size)
 
@@ -102,7 +99,7 @@ class LocalMode:
         where = self._layout.slice(fragment)
         base, reference = self._arena.base[where], self._arena.snapshot[where]
         if keep:
-            self._strategy.rebase(fragment, base, reference, pending=pending or self._keeps_residual)
+            self._strategy.rebase(fragment, base, reference, pending=pending)
         else:
             self._strategy.load(fragment, base)
 

@@ -318,7 +318,10 @@ class Trainer:
             accounts.replace(fragment, message.meta)
             if not message.keep:
                 accounts.ledgers[fragment] = accounts.ledgers[fragment].drop(samples, steps)
-            self.mode.rebase(fragment, keep=message.keep, pending=accounts.is_pending(fragment))
+            # What other lossy codecs leave of a fragment that is not trained any more is given up: their rounding of
+            # its last contribution.
+            pending = accounts.is_pending(fragment) or message.unsent
+            self.mode.rebase(fragment, keep=message.keep, pending=pending)
             self.swarm.send(Rebased(fragment=fragment, samples=samples, steps=steps))
             if self.rotation is not None and self._wanted == self.strategy.trained:
                 self._wanted = self.rotation.rebased(fragment, self.strategy.trained)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from peers.arena import SharedArena
+from peers.codecs import Sparse
 from peers.contribution import Contribution, Difference, Outgoing, SentPart
 from peers.fragments import FragmentLayout
 from peers.ledger import Counts, Ledger, PendingSpan
@@ -108,6 +109,11 @@ class FragmentState:
         """What the snapshot brings for what is pending, float32 ``(size,)``; to be held before either changes."""
         self.sent = []
         return self._contribution.outgoing(self.snapshot, self.base, spans)
+
+    @property
+    def unsent(self) -> bool:
+        """Whether a sparse codec left most of the last contribution where it came from."""
+        return any(part.codec.name == Sparse.name for part in self.sent)
 
     def give_up(self) -> None:
         """What the snapshot holds is of use to nobody."""

@@ -199,6 +199,8 @@ class Rebase:
     fragment: int
     keep: bool
     meta: FragmentMeta
+    unsent: bool = False
+    """A sparse codec left most of the last contribution in the parameters, to be sent later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,8 @@ class TrainingLink:
         """
         if self.begun is None:
             return None
-        return self._ask(Rebase(fragment=state.index, keep=keep, meta=state.meta), Rebased, state.index)
+        request = Rebase(fragment=state.index, keep=keep, meta=state.meta, unsent=state.unsent)
+        return self._ask(request, Rebased, state.index)
 
     async def rebased(self, state: FragmentState, keep: bool, answer: asyncio.Future[Rebased] | None) -> None:
         """Wait until training stands on the new base; what it dropped leaves the ledger too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from dht_config.errors import UsageError
 from dht_config.manifest import InnerOptimizerSection
+from p2p_trainer.inner_optimizer import build_inner_optimizer
+from p2p_trainer.modes import LocalMode
 from p2p_trainer.strategies import STRATEGIES, MemoryStrategy, build_strategy, why_not
 from p2p_trainer.strategies.checkpointing import blocks_of, checkpoint_blocks
 from p2p_trainer.strategies.host_optimizer import HostOptimizer
@@ -20,6 +23,7 @@ from p2p_trainer.strategies.whole import WholeModel
 from p2p_trainer.tasks import load_task
 from p2p_trainer.tasks.base import Batch
 from p2p_trainer.throughput import inner_step
+from peers.arena import SharedArena
 from peers.fragments import FragmentLayout, cut
 
 CPU = torch.device("cpu")
@@ -151,6 +155,40 @@ def test_steps_move_what_is_trained_as_full_does_and_nothing_else(
             torch.testing.assert_close(now, wanted, rtol=1e-4, atol=2e-5)
         else:
             assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize(("task_name", "name", "trained"), CHOICES)
+def test_fifty_steps_alone_are_those_of_plain_torch(task_name: str, name: str, trained: frozenset[int]) -> None:
+    """With rounds in between, in which a peer alone averages with nobody: they disturb nothing."""
+    task, section, layout, plain, model = setting(task_name, trained)
+    section = section.model_copy(update={"batch_size": 4, "lr": section.lr / 10})
+    manifest: Any = SimpleNamespace(inner_optimizer=section)
+    arena = SharedArena.create(layout.num_elements)
+    strategy = built(name, model, layout, section, trained)
+    mode = LocalMode(task, strategy, manifest, layout, arena, 2, 7)
+    optimizer = build_inner_optimizer(plain.parameters(), section)
+    batches = task.batches(7, 4)
+    whole = WholeModel("full", plain, dict(plain.named_parameters()), layout, optimizer)
+    frozen = {fragment: values(whole, layout)[fragment] for fragment in set(range(layout.num_fragments)) - trained}
+    start = values(strategy, layout)
+    for fragment, local in enumerate(start):
+        arena.base[layout.slice(fragment)] = local
+    for step in range(50):
+        mode.step(0, None, lambda: None)
+        optimizer.zero_grad()
+        task.loss(plain, next(batches)).backward()
+        optimizer.step()
+        for fragment, local in frozen.items():
+            whole.load(fragment, local)
+        if step % 3 == 0:
+            fragment = step // 3 % layout.num_fragments
+            where = layout.slice(fragment)
+            mode.take_snapshot(fragment, 0)
+            arena.base[where] = arena.snapshot[where]
+            mode.rebase(fragment, keep=True, pending=False)
+    for fragment, (now, wanted) in enumerate(zip(values(strategy, layout), values(whole, layout), strict=True)):
+        torch.testing.assert_close(now, wanted, rtol=1e-3, atol=2e-4)
+        assert (fragment in trained) != torch.equal(now, start[fragment])
 
 
 class Blocks(nn.Module):
