@@ -437,11 +437,12 @@ def assert_digests_agree(*peers: Peer) -> None:
 
 
 def assert_samples_add_up(peer: Peer) -> Event:
-    """Invariant 2 for one peer that said goodbye: credited + pending + dropped = processed, in integers."""
+    """Invariant 2 for one peer that said goodbye: credited + pending + dropped = trained, in integers."""
     (leave,) = peer.events("leave")
     assert leave["exact"] is True, leave
     total = leave["credited_samples"] + leave["pending_samples"] + leave["dropped_samples"]
-    assert abs(total - leave["processed_samples"]) < 1e-6, leave
+    assert abs(total - leave["trained_samples"]) < 1e-6, leave
+    assert leave["trained_samples"] <= leave["processed_samples"]
     return leave
 
 
