@@ -377,7 +377,8 @@ class Trainer:
         view.state, view.samples_per_second = "training", rate
         view.loss = loss if loss is not None else view.loss
         view.processed_samples = accounts.samples
-        view.trained_share = accounts.trained_samples / accounts.samples if accounts.samples else 1.0
+        if self.rotation is not None and accounts.samples:
+            view.trained_share = accounts.trained_samples / accounts.samples
         view.credited_samples, view.pending_samples = accounts.credited_samples, accounts.pending_samples
         self.view.update(view)
         if self._save_problem is not None:

@@ -62,6 +62,8 @@ class FragmentState:
         """Peers that made our base with us; for a while they stand behind it before their records say so."""
         self.average_residual = AverageResidual()
         self._contribution = contribution or Difference()
+        self.unsent = False
+        """Whether a sparse codec left most of the contribution that was accepted last where it came from."""
         self.sent: list[SentPart] = []
         """What a lossy codec made of the contribution of ``taken``. Its round appends to it; the next has its own."""
 
@@ -110,11 +112,6 @@ class FragmentState:
         self.sent = []
         return self._contribution.outgoing(self.snapshot, self.base, spans)
 
-    @property
-    def unsent(self) -> bool:
-        """Whether a sparse codec left most of the last contribution where it came from."""
-        return any(part.codec.name == Sparse.name for part in self.sent)
-
     def give_up(self) -> None:
         """What the snapshot holds is of use to nobody."""
         self.taken = self.late = None
@@ -161,6 +158,8 @@ class FragmentState:
         entry, held = receipt.ranges_of(own_id)
         total = self.total_element_samples + element_samples(plan, parts)
         history = extend_history(self.history, receipt)
+        if self.sent:
+            self.unsent = any(part.codec.name == Sparse.name for part in self.sent)
         self._contribution.accepted(self.snapshot, self.base, held, list(self.sent))
         try:
             outer.step(self.base, self.outer_state, average, version, (self.base, self.outer_state))
@@ -212,6 +211,8 @@ class FragmentState:
             elif not self.ledger.knows(ranges, entry.samples):
                 keep = False  # counted from a snapshot that we no longer have
             self._credit(ranges, entry, receipt.tick)
+        if self.sent:
+            self.unsent = any(part.codec.name == Sparse.name for part in self.sent)
         self._contribution.accepted(self.snapshot, self.base, held, list(self.sent))
         self.average_residual.replace({})  # it may be in this base already
         if not keep:

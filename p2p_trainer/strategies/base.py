@@ -77,7 +77,7 @@ class MemoryStrategy(Protocol):
 
         :param values: local values of those that begin, where this strategy holds them in low precision only
 
-        Raises ValueError if values are missing, or if this strategy trains all fragments or none of this selection.
+        Raises ValueError if values are missing, or if this strategy cannot train just these.
         """
 
     def unrounded(self) -> dict[int, Tensor]:

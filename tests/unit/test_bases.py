@@ -21,7 +21,7 @@ from peers.cadence import Cadence
 from peers.clock import Schedule
 from peers.fragment_state import FragmentState
 from peers.fragments import FragmentLayout
-from peers.ledger import Ledger
+from peers.ledger import Counts, Ledger
 from peers.line import LinkRate
 from peers.lineage import Claim
 from peers.messages import BaseAnswer, BasePieceHeader, BaseRequest
@@ -134,7 +134,8 @@ class Peer:
         return [state.version for state in self.fragments]
 
     async def sync(self) -> None:
-        await self.keeper.sync(0, 0, (0, 0))
+        nothing: Any = SimpleNamespace(samples=0, steps=0, counts=(Counts(),) * 2, contributed=(Counts(),) * 2)
+        await self.keeper.sync(nothing)
         assert isinstance(self.told[-1], Synced)
 
 

@@ -57,7 +57,8 @@ class Records(Presence):
                 run_id="digits-0123456789abcdef", restart=0, identity=SimpleNamespace(peer_id="own")
             ),
             training=SimpleNamespace(
-                begun=None, progress=SimpleNamespace(samples_per_second=1.0, samples=0, credited_samples=0.0)
+                begun=None,
+                progress=SimpleNamespace(samples_per_second=1.0, samples=0, credited_samples=0.0, trained=None),
             ),
             addresses=(),
             own_id=b"own",

@@ -14,8 +14,16 @@ from torch import Tensor, nn
 from dht_config.errors import UsageError
 from dht_config.manifest import InnerOptimizerSection
 from p2p_trainer.inner_optimizer import build_inner_optimizer
-from p2p_trainer.modes import LocalMode
-from p2p_trainer.strategies import STRATEGIES, MemoryStrategy, build_strategy, why_not
+from p2p_trainer.modes import GradientMode, LocalMode
+from p2p_trainer.strategies import (
+    STRATEGIES,
+    MemoryStrategy,
+    ModelFacts,
+    build_strategy,
+    facts_of,
+    fixed_bytes,
+    why_not,
+)
 from p2p_trainer.strategies.checkpointing import blocks_of, checkpoint_blocks
 from p2p_trainer.strategies.host_optimizer import HostOptimizer
 from p2p_trainer.strategies.partial import PartialModel
@@ -391,3 +399,57 @@ def test_a_host_optimizer_steps_and_remembers_as_the_inner_optimizer_does() -> N
             inner_step(TEXT, strategy.model, strategy.optimizer, next(TEXT.batches(1, 4)), 2, 0.5)
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(model.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize(("task_name", "name", "trained"), CHOICES)
+def test_what_a_strategy_holds_is_what_was_reckoned(task_name: str, name: Any, trained: frozenset[int]) -> None:
+    """Values, gradients and optimizer state, byte by byte; only what is there for a moment is left out."""
+    task, section, layout, _, model = setting(task_name, trained)
+    facts = ModelFacts(other_bytes=0, largest_block_elements=0)
+    reckoned = fixed_bytes(name, layout, trained, section, facts)
+    strategy = built(name, model, layout, section, trained)
+    task.loss(strategy.model, next(task.batches(0, 2))).backward()
+    parameters = [parameter for group in strategy.optimizer.param_groups for parameter in group["params"]]
+    held = sum(parameter.nbytes + parameter.grad.nbytes for parameter in parameters)
+    if isinstance(strategy, PartialModel):
+        pieces = [piece.elements for own in strategy._fragments for piece in own]
+        held += sum(elements.nbytes for elements in pieces if not isinstance(elements, nn.Parameter))
+    strategy.optimizer.step()
+    if isinstance(strategy.optimizer, HostOptimizer):
+        state = strategy.optimizer.state_bytes()
+        reckoned_state = reckoned.host_bytes - 8 * max(torch.Size(shape).numel() for shape in layout.shapes)
+    else:
+        tensors = [value for state in strategy.optimizer.state.values() for value in state.values()]
+        state = sum(value.nbytes for value in tensors if isinstance(value, Tensor) and value.ndim)
+        reckoned_state = 0
+    counters = 4 * len(parameters)
+    if isinstance(strategy.optimizer, HostOptimizer):
+        assert held == reckoned.device_bytes
+        assert 0 <= state - reckoned_state <= counters
+    else:
+        assert held + state == reckoned.total_bytes
+
+
+def test_facts_of_a_model_are_known_before_it_takes_memory() -> None:
+    with torch.device("meta"):
+        model = Blocks()
+    model.head.requires_grad_(False)
+    facts = facts_of(model)
+    assert facts.largest_block_elements == 64 * 64 + 3 * 64
+    assert facts.other_bytes == 3 * (2 * 64 * 4 + 8) + 4 * (64 * 10 + 10)
+    assert facts_of(DIGITS.build_model()).largest_block_elements == 64 * 24
+
+
+def test_gradients_that_are_averaged_are_the_same_with_activations_computed_again() -> None:
+    torch.manual_seed(0)
+    plain = TEXT.build_model()
+    twin = copy.deepcopy(plain)
+    layout = layout_of(plain, 2)
+    manifest: Any = SimpleNamespace(averaging=SimpleNamespace(delayed=False, global_batch=4))
+    for name, model in (("full", plain), ("checkpoint", twin)):
+        strategy = build_strategy(name, model, layout, ADAMW, CPU, frozenset(), "gradient")  # type: ignore[arg-type]
+        parameters = dict(strategy.model.named_parameters())
+        mode = GradientMode(TEXT, model, parameters, manifest, layout, SharedArena.create(layout.num_elements), 2, 0)
+        mode.step(0, 2, lambda: None)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(twin.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-7)

@@ -247,3 +247,10 @@ def test_addresses_are_told_whole_and_with_their_reach() -> None:
     LiveView(Console(file=output, width=40)).status(address_line([text, text], "inside this network"))
     assert text in output.getvalue() and "(inside this network)" in output.getvalue()
     assert "--peer" in address_line([text], "") and "(" not in address_line([text], "")
+
+
+def test_a_peer_that_trains_a_part_of_the_model_is_told_so() -> None:
+    view = replace(AVERAGING, trained_share=0.375, credited_samples=441.0)
+    assert sentence(view, NOW).endswith("98 % of 1,200 samples credited for 38 % of the model")
+    assert "1,200 samples processed for 38 % of the model, 441 credited" in farewell(view, Path("/runs/x"), "")
+    assert "of the model" not in sentence(AVERAGING, NOW)
