@@ -8,8 +8,8 @@ a probe of ``full`` and one of ``checkpoint`` at two micro-batches give them: a 
 ``host_optimizer`` and ``stream`` bring nothing on a CPU. Their arithmetic runs here all the same, with device and host
 being one memory.
 
-Measured, all within 3.1 % of what was predicted: README, "Memory of training"; ``results/ladder.json``. With glibc's own
-threshold instead of ``MALLOC_MMAP_THRESHOLD_`` it keeps what was freed: 850, 604, 641, 341 and 355 MB.
+Measured, all within 3.1 % of what was predicted: README, "Memory of training"; ``results/ladder.json``. With the own
+threshold of glibc, which keeps much of what was freed: 850, 604, 641, 337 and 349 MB.
 """
 
 from __future__ import annotations

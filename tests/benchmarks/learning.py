@@ -143,6 +143,18 @@ def outer_cells() -> Iterator[Cell]:
         yield replace(cell, name=f"inner lr / 3: {name}", inner_lr_factor=1 / 3, brief=False)
 
 
+def memory_cells() -> Iterator[Cell]:
+    """Peers whose memory holds some fragments only, at as many samples in the base as with everybody whole."""
+    for peers, fragments in ((4, 2), (4, 1), (7, 2)):
+        yield replace(
+            DEFAULT,
+            name=f"{peers} slowest train {fragments} fragments",
+            partial_peers=peers,
+            trained_fragments=fragments,
+            brief=(peers, fragments) == (4, 2),
+        )
+
+
 @dataclass(slots=True)
 class Results:
     """Outcomes as they come in."""
@@ -254,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, help="rounds of each fragment")
-    parser.add_argument("--compare", choices=["weighting", "outer", "codec", "all"], default="all")
+    parser.add_argument("--compare", choices=["weighting", "outer", "codec", "memory", "all"], default="all")
     parser.add_argument(
         "--only",
         default="",
@@ -278,13 +290,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells += weighting_cells()
     if options.compare in ("outer", "all"):
         cells += outer_cells()
+    if options.compare in ("memory", "all"):
+        cells += memory_cells()
     if options.quick and options.compare == "all" and not options.only:
         cells = [cell for cell in cells if cell.brief]
     if options.only:
         wanted = options.only.split("|")
         cells = [cell for cell in cells if cell is DEFAULT or any(_means(text, cell) for text in wanted)]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    everything = [DEFAULT, *BASELINES, *codec_cells(), *weighting_cells(), *outer_cells()]
+    everything = [DEFAULT, *BASELINES, *codec_cells(), *weighting_cells(), *outer_cells(), *memory_cells()]
     results = Results(scale, everything)
     if options.resume and options.json.exists():
         results.resume(options.json)

@@ -7,9 +7,10 @@ lands the bases that are due, and holds the round of the tick's fragment.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,7 +28,10 @@ from dht_config.manifest import (
     parse_manifest,
 )
 from p2p_trainer.inner_optimizer import build_inner_optimizer, learning_rate, set_learning_rate
+from p2p_trainer.strategies.partial import PartialModel
+from p2p_trainer.strategies.rotation import Rotation, next_trained
 from p2p_trainer.tasks import Batch, Task, load_task, mean_loss
+from p2p_trainer.throughput import inner_step
 from peers.codecs import get_codec
 from peers.fragments import cut
 from peers.outer import Nesterov
@@ -74,6 +78,11 @@ class Cell:
     """The share of it that is kept."""
     batch_factors: tuple[int, ...] = ()
     """For each peer, how many times the usual batch it takes, with so many times fewer steps; () for 1 everywhere."""
+    partial_peers: int = 0
+    """How many of the peers, the slowest, train some fragments only, by turns, with the product's ``PartialModel``.
+    Such a cell runs until as many samples are in the base as without them."""
+    trained_fragments: int = 0
+    """How many those train at a time."""
     inner_lr_factor: float = 1.0
     """Times the example's inner learning rate: outer and inner steps multiply."""
     brief: bool = True
@@ -160,6 +169,18 @@ class Peer:
         """For each fragment, the steps that are in a contribution."""
         self.residual = torch.zeros_like(initial)
 
+    def steps_of(self, fragment: int) -> int:
+        """In which that fragment was trained."""
+        return self.steps
+
+    def local(self, where: slice, fragment: int) -> Tensor:
+        """A copy of a fragment's local values."""
+        return self.net.values[where].clone()
+
+    def rebase(self, where: slice, fragment: int, base: Tensor, reference: Tensor, coverage: Sequence[float]) -> None:
+        """Parameters become the new base plus the progress since the reference."""
+        self.net.values[where].sub_(reference).add_(base)
+
     def step(self, lineage_samples: int) -> None:
         """One inner step."""
         set_learning_rate(self.optimizer, self.lr_factor * learning_rate(self.section, lineage_samples))
@@ -174,6 +195,57 @@ class Peer:
                 gradient.mul_(self.section.clip_norm / norm)
         self.optimizer.step()
         self.steps += 1
+
+
+class PartialPeer(Peer):
+    """One that trains some fragments only, by the product's own strategy and rotation."""
+
+    def __init__(self, scale: Scale, initial: Tensor, seed: int, count: int, speed: float) -> None:
+        super().__init__(scale, initial, seed, steps_per_cycle=speed)
+        model = self.task.build_model()
+        self.layout = cut(self.net.shapes, scale.fragments)
+        nothing = [0] * scale.fragments
+        trained = next_trained(frozenset(), nothing, nothing, f"{seed}", count)
+        self.strategy = PartialModel(
+            "fragments", model, self.layout, self.section, initial.device, trained, initial.device
+        )
+        self.rotation = Rotation(scale.fragments, trained, f"{seed}")
+        self.trained_steps = [0] * scale.fragments
+        self.bases = [initial[self.layout.slice(fragment)].clone() for fragment in range(scale.fragments)]
+        for fragment, base in enumerate(self.bases):
+            self.strategy.load(fragment, base)
+
+    def steps_of(self, fragment: int) -> int:
+        return self.trained_steps[fragment]
+
+    def local(self, where: slice, fragment: int) -> Tensor:
+        values = torch.empty(self.layout.size(fragment))
+        self.strategy.snapshot(fragment, values)
+        return values
+
+    def rebase(self, where: slice, fragment: int, base: Tensor, reference: Tensor, coverage: Sequence[float]) -> None:
+        pending = self.trained_steps[fragment] > self.accounted[fragment]
+        self.strategy.rebase(fragment, base, reference, pending=pending)
+        self.bases[fragment] = base.clone()
+        self.rotation.coverage = coverage
+        wanted = self.rotation.rebased(fragment, self.strategy.trained)
+        if wanted != self.strategy.trained:
+            new = wanted - self.strategy.trained
+            self.strategy.train_only(wanted, {other: self.bases[other] for other in new})
+
+    def step(self, lineage_samples: int) -> None:
+        set_learning_rate(self.strategy.optimizer, self.lr_factor * learning_rate(self.section, lineage_samples))
+        inner_step(
+            self.task,
+            self.strategy.model,
+            self.strategy.optimizer,
+            next(self.batches),
+            self.batch_size,
+            self.section.clip_norm,
+        )
+        self.steps += 1
+        for fragment in self.strategy.trained:
+            self.trained_steps[fragment] += 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,7 +272,7 @@ class Swarm:
         self.momentum = torch.zeros_like(self.base)
         self.reducer_residual = torch.zeros_like(self.base)
         factors = cell.batch_factors + (1,) * (len(scale.steps_per_cycle) - len(cell.batch_factors))
-        self.peers = [
+        self.peers: list[Peer] = [
             Peer(
                 scale,
                 self.base,
@@ -212,6 +284,10 @@ class Swarm:
             )
             for index, (speed, factor) in enumerate(zip(scale.steps_per_cycle, factors, strict=True))
         ]
+        for index in range(len(self.peers) - cell.partial_peers, len(self.peers)):
+            self.peers[index] = PartialPeer(
+                scale, self.base, seed * 1000 + index, cell.trained_fragments, scale.steps_per_cycle[index]
+            )
         self.weighting = get_weighting(cell.weighting)
         self.outer = Nesterov(lr=cell.lr, momentum=cell.momentum)
         self.feedback = ErrorFeedback(beta=cell.beta)
@@ -222,6 +298,12 @@ class Swarm:
     @property
     def lineage_samples(self) -> int:
         return self.element_samples // self.layout.num_elements
+
+    @property
+    def averaged_samples(self) -> int:
+        """What will be in the base when everything has landed."""
+        under_way = sum(item.element_samples for item in self.under_way)
+        return (self.element_samples + under_way) // self.layout.num_elements
 
     def tick(self, tick: int) -> None:
         """Everything up to and at a tick: steps, bases that land, then a snapshot."""
@@ -243,10 +325,10 @@ class Swarm:
         references = []
         element_samples = 0
         for peer in self.peers:
-            snapshot = peer.net.values[where].clone()
-            steps = peer.steps - peer.accounted[fragment]
+            snapshot = peer.local(where, fragment)
+            steps = peer.steps_of(fragment) - peer.accounted[fragment]
             samples = steps * peer.batch_size
-            peer.accounted[fragment] = peer.steps
+            peer.accounted[fragment] = peer.steps_of(fragment)
             element_samples += samples * base.numel()
             terms.append(self.weighting.normaliser_terms(samples, steps))
             weight = self.weighting.value_weight(samples, steps)
@@ -286,8 +368,20 @@ class Swarm:
             self.base[where], self.momentum[where] = landing.base, landing.momentum
             self.element_samples += landing.element_samples
             for peer, reference in zip(self.peers, landing.references, strict=True):
-                local = peer.net.values[where]
-                local.sub_(reference).add_(landing.base)
+                coverage = self.coverage_without(peer) if isinstance(peer, PartialPeer) else ()
+                peer.rebase(where, landing.fragment, landing.base, reference, coverage)
+
+    def coverage_without(self, peer: Peer) -> list[float]:
+        """For each fragment, the speed of the other peers that train it."""
+        others = [other for other in self.peers if other is not peer]
+        return [
+            math.fsum(
+                other.steps_per_cycle
+                for other in others
+                if not isinstance(other, PartialPeer) or fragment in other.strategy.trained
+            )
+            for fragment in range(self.scale.fragments)
+        ]
 
 
 def transmitted(name: str, values: Tensor) -> Tensor:
@@ -352,11 +446,14 @@ def run_cell(cell: Cell, scale: Scale, seed: int, compiled: bool = False) -> Out
     curve = []
     if cell.kind == "swarm":
         swarm = Swarm(cell, scale, seed, compiled)
-        for tick in range(ticks):
+        enough = credited_steps(scale) * scale.batch_size if cell.partial_peers else 0
+        tick = 0
+        while tick < ticks or swarm.averaged_samples < enough:
             swarm.tick(tick)
-            if tick + 1 in quarters:
+            tick += 1
+            if tick in quarters:
                 curve.append(held_out_loss(scale, net, swarm.base))
-        swarm.land(ticks + swarm.delay_ticks)
+        swarm.land(tick + swarm.delay_ticks)
         values, samples = swarm.base, swarm.lineage_samples
     else:
         torch.manual_seed(seed)

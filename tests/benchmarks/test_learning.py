@@ -13,7 +13,7 @@ import learning_swarm
 import pytest
 import torch
 from learning import DEFAULT, PLAIN, QUICK
-from learning_swarm import Cell, Peer, Swarm, credited_steps, run_cell
+from learning_swarm import Cell, PartialPeer, Peer, Swarm, credited_steps, run_cell
 
 TINY = replace(
     QUICK,
@@ -93,20 +93,27 @@ def test_peers_agree_with_the_base_but_for_progress_since_their_snapshots() -> N
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.5, 1.0])
-def test_every_sample_is_counted_once(delay: float) -> None:
-    swarm = trained(replace(DEFAULT, delay_cycles=delay, batch_factors=(2,)), TINY)
+@pytest.mark.parametrize("partial", [0, 2])
+def test_every_sample_is_counted_once(delay: float, partial: int) -> None:
+    cell = replace(DEFAULT, delay_cycles=delay, batch_factors=(2,), partial_peers=partial, trained_fragments=1)
+    swarm = trained(cell, TINY)
     swarm.land(10**9)
     assert swarm.element_samples == sum(
         peer.accounted[fragment] * peer.batch_size * swarm.layout.size(fragment)
         for peer in swarm.peers
         for fragment in range(TINY.fragments)
     )
-    assert all(max(peer.accounted) == peer.steps for peer in swarm.peers)
+    assert all(max(peer.accounted) == peer.steps for peer in swarm.peers if not isinstance(peer, PartialPeer))
+    for peer in swarm.peers:
+        if isinstance(peer, PartialPeer):
+            assert sum(peer.trained_steps) == peer.steps, "one fragment at a time"
+            assert all(peer.accounted[fragment] <= peer.trained_steps[fragment] for fragment in range(TINY.fragments))
 
 
 def test_all_cells_see_as_many_samples_as_the_one_process() -> None:
     one_process = credited_steps(TINY) * TINY.batch_size
-    for cell in (DEFAULT, replace(DEFAULT, delay_cycles=1.0, up="sparse", weighting="uniform")):
+    partial = replace(DEFAULT, partial_peers=1, trained_fragments=2)
+    for cell in (DEFAULT, replace(DEFAULT, delay_cycles=1.0, up="sparse", weighting="uniform"), partial):
         assert run_cell(cell, TINY, 0).samples == pytest.approx(one_process, abs=2 * TINY.batch_size)
 
 
