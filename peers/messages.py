@@ -63,7 +63,10 @@ class ClockHeader(Header):
 
 
 class PartHeader(Header):
-    """One part of a sender's contribution, encoded; or, between groups, a weighted sum (float32, little endian)."""
+    """One part of a sender's contribution, encoded; or, between groups, a weighted sum (float32, little endian).
+
+    The body is empty where the sender has no weight, as its announcement says.
+    """
 
     group_id: Annotated[bytes, Field(min_length=LEAST_GROUP_ID_BYTES, max_length=MOST_GROUP_ID_BYTES)]
     part: Annotated[int, Field(ge=0, le=2**20)]

@@ -239,6 +239,8 @@ class PartReducer:
         """Check a body and decode it to float32 ``(size,)``. :raises InvalidPart: with the reason."""
         open_part = self.part(part)
         if source in self._group:
+            if not body and not self._weight(source, open_part):
+                return torch.zeros(open_part.size)  # whatever it had sent would count for nothing
             return decode_values(self._rules.codec_of(self._plan.members[source]), body, open_part.size)
         heaviest = max((self._weight(member, open_part) for member in self._members_of(source)), default=0.0)
         limit = MAX_ABSOLUTE_DIFFERENCE * max(1.0, heaviest) * len(self._members_of(source))

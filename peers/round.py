@@ -229,7 +229,7 @@ class Round:
 
     async def _count(self, stream: AsyncIterator[Part], sender: int, expected: Sequence[int]) -> None:
         """Parts of a member's contribution, or of a counterpart's sum of its group."""
-        received, began, first = 0, self._seconds(), True
+        received, arrived_bytes, began, first = 0, 0, self._seconds(), True
         counterpart = sender not in self.plan.groups[self._group]
         try:
             async for message in stream:
@@ -250,6 +250,7 @@ class Round:
                 self._came[sender][header.part] = max(1, round(1000 * (self._seconds() - began)))
                 part = self.reducer.part(header.part)
                 values = await off_loop(part.size, self.reducer.decode, sender, header.part, message.body)
+                arrived_bytes += len(message.body)
                 self.bytes_received += len(message.body)
                 self.meter.came(asyncio.get_running_loop().time(), len(message.body))
                 if self.over.done():
@@ -258,7 +259,7 @@ class Round:
                 received += 1
             if received < len(expected):
                 raise InvalidPart(f"sent {received} of {len(expected)} parts")
-            if not counterpart:
+            if not counterpart and arrived_bytes:
                 self._on_arrival(self._seconds())
         except (InvalidPart, *TRANSPORT_ERRORS) as error:
             await self.reducer.leave_out(sender, str(error))
@@ -339,6 +340,9 @@ class Round:
         self._handing_over += 1
         try:
             for part, (start, stop) in enumerate(share.parts):
+                if not self._rules.total_weight(self.plan.members[self.own_index], start, stop):
+                    yield Part(PartHeader(group_id=self.plan.group_id, part=part), b"")  # known to be zeros
+                    continue
                 try:
                     body = await off_loop(stop - start, self._encode, start, stop)
                 except ValueError:

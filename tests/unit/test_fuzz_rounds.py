@@ -114,6 +114,8 @@ def check(network: HostileNetwork, contributions: Sequence[torch.Tensor], result
                 continue
             total, mean, most = 0, np.zeros(part.stop - part.start), 0.0
             for index in part.included:
+                if not plan.members[index].spans[0].samples:
+                    continue  # it sent no values
                 values = brought(network, contributions, index, part.start, part.stop)
                 total += plan.members[index].spans[0].samples
                 mean += plan.members[index].spans[0].samples * values

@@ -503,3 +503,38 @@ def test_a_peer_that_slept_through_its_round_has_no_result_and_nothing_breaks() 
 async def _nothing() -> AsyncIterator[Part]:
     return
     yield
+
+
+@pytest.mark.parametrize("codec", ["float32", "int8", "sparse"])
+def test_who_has_no_weight_sends_no_values_and_gets_the_average_all_the_same(codec: str) -> None:
+    half = (PendingSpan(start=0, stop=20, samples=0, steps=0), PendingSpan(start=20, stop=40, samples=8, steps=1))
+    plan = plan_for([whole(40, 8), whole(40, 0), half], 40, part_elements=5)
+    contributions = random_contributions(3, 40)
+    contributions[1].zero_()
+    contributions[2][:20] = 0.0
+    network = Network(plan, codec=codec)
+    full, nothing, some = committed(hold(network, contributions))
+    assert torch.equal(full.average, nothing.average) and torch.equal(full.average, some.average)
+    counted = [network.sent[index] for index in range(3)]
+    np.testing.assert_allclose(full.average.numpy(), expected_average(plan, counted), rtol=1e-6, atol=1e-7)
+    assert all(sorted(part.included) == [0, 1, 2] for part in full.parts)
+    # What it averaged for others is all that left it.
+    own = sum(stop - start for share in plan.shares for start, stop in share.parts if 1 in share.reducers)
+    assert nothing.bytes_sent == 2 * 4 * own
+
+
+def test_a_body_may_be_missing_only_where_there_is_no_weight() -> None:
+    plan = plan_for([whole(12, 8), whole(12, 8), whole(12, 8)], 12)
+
+    def tamper(sender: int, reducer: int, message: Part | Average) -> Part | Average:
+        if sender == 1 and isinstance(message, Part):
+            return Part(message.header, b"")
+        return message
+
+    outcomes = hold(Network(plan, tamper=tamper, wait_seconds=HASTY_SECONDS), random_contributions(3, 12))
+    for outcome in outcomes:
+        if isinstance(outcome, RoundResult):
+            others = [part for part in outcome.parts if 1 in part.included]
+            own = plan.share_of(1)
+            assert own is not None
+            assert {(part.start, part.stop) for part in others} <= set(own.parts)
