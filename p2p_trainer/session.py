@@ -519,7 +519,7 @@ class Session:
             if len(trained) != count:
                 nothing = [0] * layout.num_fragments
                 trained = next_trained(frozenset(), nothing, nothing, peer_id, count)
-            self.view.status(f"Training {count} of {layout.num_fragments} fragments, which ones by turns.")
+            self.view.status(f"Training {count} of {layout.num_fragments} fragments at a time, by turns.")
         return build_strategy(
             name, prepared.model, layout, manifest.inner_optimizer, device, trained, manifest.averaging.mode
         )

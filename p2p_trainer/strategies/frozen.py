@@ -35,14 +35,11 @@ class Assembled(nn.Module):
     def __init__(self, pieces: Sequence[Tensor], shape: Sequence[int], device: torch.device, notes: Notes) -> None:
         super().__init__()
         self._shape, self._device, self._notes = tuple(shape), device, notes
-        self._pieces: list[Tensor] = []
-        self.trained = nn.ParameterList()
         self.replace(pieces)
 
     def replace(self, pieces: Sequence[Tensor]) -> None:
         """Of the same sizes as the ones before."""
-        # A list of nn.Module's own kind would take parameters apart from tensors; it is the order that counts here.
-        object.__setattr__(self, "_pieces", list(pieces))
+        self._pieces = list(pieces)  # in order, which nn.Module's registers of parameters and buffers do not keep
         self.trained = nn.ParameterList([piece for piece in pieces if isinstance(piece, nn.Parameter)])
 
     def assemble(self) -> Tensor:

@@ -98,17 +98,18 @@ class PartialModel:
         self._weights: dict[str, _Weight] = {}
         parameters = {path: parameter for path, parameter in model.named_parameters() if parameter.requires_grad}
         places = holders(model, parameters)
-        for tensor, shape in zip(layout.names, layout.shapes, strict=True):
+        for path, shape in zip(layout.names, layout.shapes, strict=True):
+            self._weights[path] = _Weight(shape, places[path])
+        for fragment, own in enumerate(self._fragments):
+            own.extend(_Piece(segment, fragment) for segment in layout.segments(fragment))
+            for piece in own:
+                self._weights[piece.segment.name].pieces.append(piece)
+        for path, weight in self._weights.items():
             # One after the other, so that two copies of the model are never there.
-            values = parameters.pop(tensor).detach().reshape(-1)
-            self._weights[tensor] = weight = _Weight(shape, places[tensor])
-            for fragment in range(layout.num_fragments):
-                for segment in layout.segments(fragment):
-                    if segment.name == tensor:
-                        piece = _Piece(segment, fragment)
-                        self._place(piece, values[segment.tensor_start : segment.tensor_start + segment.length])
-                        self._fragments[fragment].append(piece)
-                        weight.pieces.append(piece)
+            values = parameters.pop(path).detach().reshape(-1)
+            for piece in weight.pieces:
+                start = piece.segment.tensor_start
+                self._place(piece, values[start : start + piece.segment.length])
             weight.update(device, self._notes)
         model.to(device)
         self.optimizer = build_inner_optimizer(self._trained_parameters(), section)
@@ -192,7 +193,7 @@ class PartialModel:
             if self._frozen_device.type == "cpu" and self._device.type == "cuda":
                 piece.elements = piece.elements.pin_memory()  # else the way to the device is not asynchronous
             return
-        shape = self._layout.shapes[self._layout.names.index(piece.segment.name)]
+        shape = self._weights[piece.segment.name].shape
         whole = piece.segment.length == torch.Size(shape).numel()
         # A piece of a matrix stays a matrix: the optimizer decays those, and those only.
         form = shape if whole else (1, -1) if len(shape) > 1 else (-1,)
