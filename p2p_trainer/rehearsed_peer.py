@@ -115,6 +115,12 @@ class Stay:
         )
 
     @property
+    def trained_share(self) -> float:
+        """How much of the model the peer trained at a time, 0 to 1."""
+        trained, fragments = (number(self.events[0], key) for key in ("trained_fragments", "fragments"))
+        return trained / fragments if trained and fragments else 1.0
+
+    @property
     def last_seen(self) -> float:
         """Unix seconds of the last thing that is known of it, also if that came into no book."""
         return max([self.ended, *(number(event, "time") or 0.0 for event in self.events)])
@@ -159,6 +165,8 @@ class Account:
     dropped: float
     inner_steps: int
     exact: bool
+    trained_share: float
+    """How much of the model it trained at a time, 0 to 1."""
     pending_by_fragment: tuple[tuple[float, float], ...]
     """(parameters, pending samples); one entry of weight 1 if fragments are not known."""
 
@@ -186,6 +194,8 @@ class Account:
         pending = number(last, "pending_samples") or 0.0
         dropped = number(last, "dropped_samples") or 0.0
         processed = int(number(last, "processed_samples") or 0)
+        trained = number(last, "trained_samples")
+        trained = processed if trained is None else trained
         by_fragment = tuple(
             (number(fragment, "parameters") or 0.0, number(fragment, "pending_samples") or 0.0)
             for fragment in last.get("fragments") or ()
@@ -205,7 +215,8 @@ class Account:
             dropped=dropped,
             inner_steps=int(number(last, "inner_steps") or 0),
             # The peer's own verdict is over integers; sums of means over fragments are rounded.
-            exact=vouched and math.isclose(credited + pending + dropped, processed, rel_tol=1e-9, abs_tol=1e-9),
+            exact=vouched and math.isclose(credited + pending + dropped, trained, rel_tol=1e-9, abs_tol=1e-9),
+            trained_share=stays[-1].trained_share if stays else 1.0,
             pending_by_fragment=by_fragment or ((1.0, pending),),
         )
 
@@ -217,7 +228,10 @@ def time_use(account: Account) -> TimeUse:
         return TimeUse(credited=0.0, pending=0.0, rejected=0.0, waiting=1.0 if account.stays else 0.0)
     # A peer that was faster than alone waited for nothing.
     whole = max(account.window_seconds, trained / account.solo) * account.solo
-    credited, pending = min(account.credited, trained) / whole, min(account.pending, trained) / whole
+    # A step whose samples came into all fragments that it trained was put to use whole.
+    credited, pending = (
+        min(samples / account.trained_share, trained) / whole for samples in (account.credited, account.pending)
+    )
     computing = trained / whole
     return TimeUse(
         credited=credited,

@@ -163,8 +163,8 @@ def build_report(
         _peer_report(account, credited, cadence(one.rounds, run.fragments))
         for account, one in zip(accounts, timeline.peers, strict=True)
     ]
-    # Per account, not of the rates: a peer that was there for half of the time counts half.
-    alone = sum(stay.solo * stay.window_seconds for account in accounts for stay in account.stays)
+    # Per account, not of the rates: who was there for half of the time, or trains half of the model, counts half.
+    alone = sum(stay.solo * stay.window_seconds * stay.trained_share for account in accounts for stay in account.stays)
     counted = sum(counted_samples(account, run.cycle_seconds) for account in accounts)
     seen, conflicts = _compare_digests([*peers, *others])
     return Report(

@@ -234,7 +234,12 @@ class Trainer:
         # The first evaluation is early, so that a short run shows its start.
         evaluate_at = now + min(2.0, self.settings.eval_seconds)
         save_at = now + self.settings.checkpoint_seconds
-        self.metrics.write("training_started", processed_samples=self.accounts.samples)
+        self.metrics.write(
+            "training_started",
+            processed_samples=self.accounts.samples,
+            trained_fragments=len(self.strategy.trained),
+            fragments=self.accounts.layout.num_fragments,
+        )
         self._history.append((now, self.accounts.samples))
         try:
             while True:

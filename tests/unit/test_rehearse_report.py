@@ -198,6 +198,25 @@ def test_means_that_are_rounded_still_add_up() -> None:
     assert report_of(events).peers[0].samples_add_up
 
 
+def test_a_peer_that_trains_a_quarter_of_the_model_is_judged_by_what_it_trains() -> None:
+    events = fast_peer()
+    where = next(index for index, one in enumerate(events) if one["event"] == "training_started")
+    events[where] = {**events[where], "trained_fragments": 1, "fragments": 4}
+    events[-1] = {
+        **events[-1],
+        "trained_samples": 135.0,
+        "credited_samples": 100.0,
+        "pending_samples": 35.0,
+        "fragments": [{"fragment": 0, "parameters": 100, "pending_samples": 35.0}],
+    }
+    (whole,), (part,) = report_of(fast_peer()).peers, report_of(events).peers
+    assert part.samples_add_up and part.credited_samples == 100
+    assert part.time == whole.time, "its steps were put to use as much"
+    assert report_of(events).credited_efficiency == report_of(fast_peer()).credited_efficiency
+    events[-1] = {**events[-1], "trained_samples": 136.0}
+    assert not report_of(events).peers[0].samples_add_up
+
+
 def test_a_peer_without_a_goodbye_is_judged_by_its_last_account() -> None:
     events = fast_peer()[:-1]
     events.append(
