@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dht_config.manifest import InnerOptimizerSection
 from p2p_trainer.modes import LocalMode
 from p2p_trainer.strategies import build_strategy
+from p2p_trainer.strategies.rotation import ROUNDS_A_TURN, Rotation
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
 from peers.arena import SharedArena
 from peers.fragments import FragmentLayout, cut
@@ -236,3 +237,34 @@ def test_a_checkpoint_holds_bases_as_they_are_and_ledgers_as_training_sees_them(
     assert (saved["counts"], saved["trained"]) == ([(100, 12)] * 2, [0, 1])
     trainer.strategy.model.a.data.zero_()
     assert tensors["local.1"].sum() != 0, "a copy: training goes on while it is written"
+
+
+def test_a_fragment_whose_turn_is_over_makes_room_for_another_which_begins_at_its_base(trainer: Trainer) -> None:
+    model = torch.nn.Module()
+    model.a = torch.nn.Parameter(torch.arange(40, dtype=torch.float32))
+    layout, section = trainer.accounts.layout, InnerOptimizerSection(name="sgd", lr=0.1)
+    strategy = build_strategy("fragments", model, layout, section, torch.device("cpu"), frozenset({0}))
+    manifest: Any = SimpleNamespace(inner_optimizer=section)
+    task: Any = SimpleNamespace(batches=lambda seed, batch_size: iter(()))
+    trainer.strategy, trainer.mode = strategy, LocalMode(task, strategy, manifest, layout, trainer.arena, 4, 0)
+    trainer.rotation, trainer._wanted = Rotation(2, frozenset({0}), "a"), frozenset({0})
+    written: list[Any] = []
+    trainer.metrics = SimpleNamespace(write=lambda name, **fields: written.append((name, fields)))  # type: ignore
+    bases = [meta(Ledger.open(20)) for _ in range(2)]
+    trainer.swarm.messages = lambda wait: iter([Quiet(bases)])  # type: ignore[method-assign,assignment,misc]
+    trainer.arena.base[layout.slice(1)] = 0.1
+    for _ in range(ROUNDS_A_TURN):
+        assert trainer._wanted == {0}
+        trainer.handle(Rebase(fragment=0, keep=True, meta=meta(Ledger.open(20))))
+    assert trainer._wanted == {1}
+    trainer._rotate()
+    assert strategy.trained == trainer._wanted == {1}
+    assert written == [("rotation", {"started": [1], "stopped": [0], "trained": [1]})]
+    trainer.handle(TakeSnapshot(1))
+    assert torch.equal(trainer.arena.snapshot[layout.slice(1)], torch.full((20,), 0.1)), "its base, unrounded"
+    trainer.accounts.stepped(8, strategy.trained)
+    trainer.handle(TakeSnapshot(0))
+    assert trainer.swarm.sent[-1] == SnapshotTaken(fragment=0, samples=100, steps=12)  # type: ignore[attr-defined]
+    trainer.handle(TakeSnapshot(1))
+    assert trainer.swarm.sent[-1] == SnapshotTaken(fragment=1, samples=108, steps=13)  # type: ignore[attr-defined]
+    assert (trainer.accounts.samples, trainer.accounts.trained_samples) == (108, 104)
