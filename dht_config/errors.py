@@ -31,6 +31,7 @@ class ExitCode(IntEnum):
     LIMITS = 24
     CHECKS_FAILED = 25
     DEVICE_LOST = 26
+    NO_PLAN = 27
     INTERRUPTED = 130
 
 
@@ -137,6 +138,12 @@ class LimitsError(P2PTrainerError):
     """A limit of the operating system (open files, memory) is too low to run."""
 
     exit_code = ExitCode.LIMITS
+
+
+class PlanError(P2PTrainerError):
+    """This machine's memory fits none of the ways to train a run."""
+
+    exit_code = ExitCode.NO_PLAN
 
 
 class SwarmProcessDied(P2PTrainerError):

@@ -86,15 +86,32 @@ def read_device(device: torch.device, limits: Limits) -> DeviceFacts:
     )
 
 
-def resident_bytes() -> tuple[int, int] | None:
-    """What this process holds of the machine's memory, and the most it ever held; None where that is not known."""
+def anonymous_bytes() -> tuple[int, int] | None:
+    """Memory of this process's own, no files: what it holds, and about the most since the last reset; None if unknown.
+
+    The kernel keeps the highest total only. Files are taken off it as of now: libraries are mapped bit by bit, and
+    stay, so the figure may be low by what was mapped since the peak.
+    """
+    figures = _own_memory("RssAnon", "VmHWM", "RssFile", "RssShmem")
+    if figures is None:
+        return None
+    held, most, files, shared = figures
+    return held, max(held, most - files - shared)
+
+
+def data_bytes() -> int | None:
+    """Writable private memory that this process has asked for, used or not: what RLIMIT_DATA counts."""
+    figures = _own_memory("VmData")
+    return figures[0] if figures is not None else None
+
+
+def _own_memory(*keys: str) -> list[int] | None:
     try:
         lines = dict(line.split(":", 1) for line in (_PROC / "self/status").read_text().splitlines())
-        held, most = (1024 * int(lines[key].split()[0]) for key in ("VmRSS", "VmHWM"))
+        return [1024 * int(lines[key].split()[0]) for key in keys]
     except (OSError, KeyError, ValueError) as error:
         _log.debug("/proc/self/status does not tell what this process holds: %r", error)
         return None
-    return held, most
 
 
 def agreed_memory(

@@ -67,16 +67,20 @@ class LocalMode:
         arena: SharedArena,
         micro_batch: int,
         seed: int,
+        *,
+        batch_size: int | None = None,
+        lr_factor: float = 1.0,
     ) -> None:
         self._task, self._strategy = task, strategy
         self._section = manifest.inner_optimizer
         self._layout, self._arena = layout, arena
         self.micro_batch = micro_batch
-        self._batches = task.batches(seed, self._section.batch_size)
+        self._lr_factor = lr_factor
+        self._batches = task.batches(seed, batch_size or self._section.batch_size)
 
     def step(self, lineage_samples: int, due: int | None, between: Callable[[], None]) -> tuple[float, int]:
         strategy = self._strategy
-        set_learning_rate(strategy.optimizer, learning_rate(self._section, lineage_samples))
+        set_learning_rate(strategy.optimizer, self._lr_factor * learning_rate(self._section, lineage_samples))
         batch = next(self._batches)
         loss, self.micro_batch = shrinking_inner_step(
             self._task,

@@ -34,19 +34,22 @@ from dht_config.manifest import RunManifest
 from dht_config.network import NetworkSettings
 from dht_config.records import SignedManifest, sign_manifest
 from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, optimizer_from_tensors, save_checkpoint
+from p2p_trainer.compute import in_dtype
 from p2p_trainer.devices import device_failures, pick_device, set_thread_count
 from p2p_trainer.hardware import read_hardware
 from p2p_trainer.inner_optimizer import build_inner_optimizer
 from p2p_trainer.limits import raise_open_file_limit
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, LocalMode, Mode
+from p2p_trainer.own_plan import OwnPlan
+from p2p_trainer.plan_facts import Plan
+from p2p_trainer.probe import Prober, start_prober
 from p2p_trainer.run_directory import RunDirectory
 from p2p_trainer.settings import PeerSettings, default_data_directory
 from p2p_trainer.strategies import PARTIAL, MemoryStrategy, StrategyName, build_strategy
 from p2p_trainer.strategies.rotation import Rotation, next_trained
 from p2p_trainer.target import Target, check_model, checked_manifest, layout_of, trainable
 from p2p_trainer.tasks import Task
-from p2p_trainer.throughput import Throughput, inner_step, measure_throughput
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
 from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, farewell, farewell_of_a_door
 from peers.arena import SharedArena
@@ -74,7 +77,6 @@ from peers.settings import Role, SwarmSettings
 
 STOP_SECONDS = 7.5
 HURRY_SECONDS = 1.0
-PACED_SECONDS = 2.0
 NOT_STOPPED = "the averaging process did not end in time"
 CHECKPOINT_FORMAT = 3
 EARLIER_FORMAT = 2
@@ -157,6 +159,7 @@ class Session:
         try:
             with MetricsWriter(self.directory.metrics_path, listener=self.listener.event) as self.metrics:
                 self.swarm = self._start_swarm()
+                self.prober: Prober | None = start_prober() if self.role == "training" else None
                 try:
                     return self._live()
                 except LeaveRequested as request:
@@ -168,6 +171,7 @@ class Session:
                     self._say_goodbye(error)
                     raise
                 finally:
+                    self._end_prober()
                     self.swarm.close()
         finally:
             self.directory.close()
@@ -414,12 +418,27 @@ class Session:
         manifest, task, layout, arena = prepared.manifest, prepared.task, prepared.layout, prepared.arena
         machine = read_hardware(device, self.directory.path)
         self.metrics.write("machine", **asdict(machine))
-        model = prepared.model
-        throughput = self._measure(task, model, manifest, device)
+        own_plan = OwnPlan(
+            manifest=manifest,
+            task=task,
+            model=prepared.model,
+            layout=layout,
+            arena=arena,
+            device=device,
+            settings=self.settings,
+            seed=data_seed(self.target.run_id, "measuring", self.restart),
+            view=self.view,
+            metrics=self.metrics,
+            leave=self.leave,
+        )
+        plan = own_plan.make(self._prober(), machine)
+        self._end_prober()
+        samples_per_second = own_plan.samples_per_second(plan)
+        task = in_dtype(task, device, plan.compute_dtype)
         meta = prepared.checkpoint.meta if prepared.checkpoint is not None else {}
         samples, steps = int(meta.get("samples", 0)), int(meta.get("steps", 0))
         counts = restored_counts(meta, layout.num_fragments)
-        strategy = self._build_strategy(prepared, device, connected.peer_id, meta)
+        strategy = self._build_strategy(plan, prepared, device, connected.peer_id, meta)
         restored = local_values(prepared.checkpoint, layout) if prepared.checkpoint is not None else {}
         self._restore_optimizer(prepared.checkpoint, strategy)
         # A checkpoint from before the last start says nothing of what was contributed since.
@@ -444,26 +463,37 @@ class Session:
         self._log_join(accounts.samples)
         self.metrics.write(
             "throughput",
-            samples_per_second=throughput.samples_per_second,
-            micro_batch=throughput.micro_batch,
+            samples_per_second=samples_per_second,
+            micro_batch=plan.micro_batch,
             device=str(device),
             phase="solo",
         )
         self.swarm.send(
             BeginTraining(
-                samples_per_second=throughput.samples_per_second,
-                micro_batch=throughput.micro_batch,
+                samples_per_second=samples_per_second,
+                micro_batch=plan.micro_batch,
                 device=machine.device.name,
             )
         )
         self.view.status("In the swarm: training begins. Ctrl-C leaves; the run goes on, and your progress is kept.")
         peer_view = PeerView(run_id=self.target.run_id, state="training")
-        micro_batch, seed = throughput.micro_batch, data_seed(self.target.run_id, connected.peer_id, self.restart)
+        micro_batch, seed = plan.micro_batch, data_seed(self.target.run_id, connected.peer_id, self.restart)
         mode: Mode
         if manifest.averaging.mode == "gradient":
+            model = strategy.model
             mode = GradientMode(task, model, trainable(model), manifest, layout, arena, micro_batch, seed)
         else:
-            mode = LocalMode(task, strategy, manifest, layout, arena, micro_batch, seed)
+            mode = LocalMode(
+                task,
+                strategy,
+                manifest,
+                layout,
+                arena,
+                micro_batch,
+                seed,
+                batch_size=plan.batch_size,
+                lr_factor=plan.lr_factor,
+            )
         partial = strategy.name in PARTIAL
         trainer = Trainer(
             task=task,
@@ -480,6 +510,7 @@ class Session:
             leave=self.leave,
             checkpoint_directory=self.directory.path,
             checkpoint_meta={**self._checkpoint_meta(layout), "restart": self.restart},
+            watch=own_plan.watch(plan),
         )
         reason = trainer.train()
         ended = time.time()
@@ -506,14 +537,13 @@ class Session:
             self.view.status(f"{lost:.0f} samples from before are in no base of the swarm: it went on without them.")
 
     def _build_strategy(
-        self, prepared: Prepared, device: torch.device, peer_id: str, meta: Mapping[str, Any]
+        self, plan: Plan, prepared: Prepared, device: torch.device, peer_id: str, meta: Mapping[str, Any]
     ) -> MemoryStrategy:
-        """The memory strategy that was asked for. :raises UsageError: it is not for this model, device or run"""
-        settings, layout, manifest = self.settings, prepared.layout, prepared.manifest
-        name: StrategyName = settings.strategy or "full"
+        """The memory strategy of the plan. :raises UsageError: it is not for this model, device or run"""
+        layout, manifest, name = prepared.layout, prepared.manifest, plan.strategy
         trained = frozenset(range(layout.num_fragments))
         if name in PARTIAL:
-            count = min(settings.train_fragments or max(1, layout.num_fragments // 2), layout.num_fragments)
+            count = plan.fragments
             # Goes on with what it trained before, whose optimizer state is in the checkpoint.
             trained = frozenset(meta.get("trained", ()))
             if len(trained) != count:
@@ -535,25 +565,15 @@ class Session:
         state = {name[len(prefix) :]: value for name, value in checkpoint.tensors.items() if name.startswith(prefix)}
         optimizer_from_tensors(strategy.optimizer, state, checkpoint.meta["optimizer"])
 
-    def _measure(self, task: Task, model: nn.Module, manifest: RunManifest, device: torch.device) -> Throughput:
-        """Samples per second alone, at the micro-batch chosen; paced if a slower machine is emulated."""
-        seed = data_seed(self.target.run_id, "measuring", self.restart)
+    def _prober(self) -> Prober:
+        if self.prober is None:
+            raise RuntimeError("only a peer that trains measures its machine, and once")
+        return self.prober
 
-        def progress(fraction: float) -> None:
-            self.leave.check()
-            self.view.measuring(fraction)
-
-        measured = measure_throughput(task, model, manifest.inner_optimizer, device, seed, on_progress=progress)
-        if self.settings.emulate is None:
-            return measured
-        paced = paced_rate(
-            task, copy.deepcopy(model).to(device), manifest, measured.micro_batch, self.settings.emulate, self.leave
-        )
-        return Throughput(
-            samples_per_second=paced,
-            micro_batch=measured.micro_batch,
-            measured_seconds=measured.measured_seconds,
-        )
+    def _end_prober(self) -> None:
+        if self.prober is not None:
+            self.prober.close()
+            self.prober = None
 
     def _configure(
         self, prepared: Prepared, samples: int, steps: int, counts: Sequence[Counts], *, clean: bool
@@ -621,33 +641,6 @@ class Session:
         except CheckpointError as error:
             return error.problem
         return ""
-
-
-def paced_rate(
-    task: Task, twin: nn.Module, manifest: RunManifest, micro_batch: int, emulate: float, leave: LeaveFlag
-) -> float:
-    """Samples per second of a slowed-down machine alone: real steps, each stretched by sleeping.
-
-    A machine whose step takes minutes is not measured for minutes.
-
-    :param twin: a copy of the model, which is trained
-    """
-    section = manifest.inner_optimizer
-    optimizer = build_inner_optimizer(twin.parameters(), section)
-    batches = task.batches(0, section.batch_size)
-    samples = 0
-    inner_step(task, twin, optimizer, next(batches), micro_batch, section.clip_norm)  # the first step is slower
-    began = time.monotonic()
-    while samples == 0 or time.monotonic() - began < PACED_SECONDS:
-        step_began = time.monotonic()
-        inner_step(task, twin, optimizer, next(batches), micro_batch, section.clip_norm, between=leave.check)
-        samples += section.batch_size
-        if step_began + section.batch_size / emulate - time.monotonic() > PACED_SECONDS:
-            return emulate  # as slow as it is told to be: sleeping it out would show no more
-        while (left := step_began + section.batch_size / emulate - time.monotonic()) > 0:
-            leave.check()
-            time.sleep(min(left, 0.2))
-    return samples / (time.monotonic() - began)
 
 
 def dialable(addresses: Sequence[Address]) -> list[Address]:

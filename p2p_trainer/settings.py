@@ -77,10 +77,16 @@ class PeerSettings(BaseSettings):
     """Held-out samples per evaluation; 0 for none."""
     emulate: float | None = Field(default=None, gt=0, le=1e6)
     """Pretend to be a slower machine: at most this many samples per second (for rehearsals)."""
+    memory: str | None = None
+    """All that this peer may take of the device's memory (on a CPU, of the machine's), such as 8G or 512M."""
+    micro_batch: int | None = Field(default=None, ge=1, le=2**20)
+    """Samples that go through the model at once."""
+    batch: int | None = Field(default=None, ge=1, le=2**20)
+    """Samples of an inner step; at most the run's, with the learning rate that goes with fewer."""
     strategy: StrategyName | None = None
-    """How to save memory: full, checkpoint, host_optimizer, fragments or stream; full by default."""
+    """How to save memory: full, checkpoint, host_optimizer, fragments or stream; by default the first that fits."""
     train_fragments: int | None = Field(default=None, ge=1, le=256)
-    """With the strategies fragments and stream: how many to train at a time; half of them by default."""
+    """With the strategies fragments and stream: how many to train at a time; by default as many as fit."""
     allow_files: bool = False
     """Let a run that was joined by invite read the files that its manifest names on this machine."""
     upload_limit: str | None = None
@@ -113,6 +119,11 @@ class PeerSettings(BaseSettings):
     def daily_bytes(self) -> int | None:
         """:raises ValueError: it is no size"""
         return read_memory(self.daily_traffic) if self.daily_traffic is not None else None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """:raises ValueError: it is no size"""
+        return read_memory(self.memory) if self.memory is not None else None
 
     @property
     def network(self) -> NetworkSettings:
@@ -195,7 +206,7 @@ def _check(settings: PeerSettings, where: Callable[[str], str]) -> None:
         except ValidationError as error:
             raise SettingsError(f"{where(name)}: {error.errors()[0]['msg']}.", "Correct it or leave it out.") from error
     parse_given_addresses(settings.peer, where("peer"))
-    for name, value in (("upload_limit", "up_bytes_per_second"), ("daily_traffic", "daily_bytes")):
+    for name, value in (("upload_limit", "up_bytes_per_second"), ("daily_traffic", "daily_bytes"), ("memory", "memory_bytes")):
         try:
             getattr(settings, value)
         except ValueError as error:

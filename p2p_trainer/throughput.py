@@ -1,43 +1,122 @@
-"""The real inner step, and how many samples a second this machine makes of it.
+"""The real inner step, and how many samples a second and how much memory this machine makes of it.
 
-What is measured is what is trained: ``measure_throughput`` times ``inner_step``, the very function of the
-training loop, on the task's real data. It measures once; the training loop measures again while it runs.
+What is measured is what is trained: ``measure_micro_batches`` times ``inner_step``, the very function of the
+training loop, on the task's real data. It runs in a process of its own (``probe.py``), since memory that runs out on a
+CPU kills whoever asks for it; the training loop measures its rate again while it runs.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dht_config.errors import DeviceError
 from dht_config.manifest import InnerOptimizerSection
-from p2p_trainer.hardware import resident_bytes
-from p2p_trainer.inner_optimizer import build_inner_optimizer, learning_rate, set_learning_rate
-from p2p_trainer.memory_limits import memory_left_bytes
+from p2p_trainer.hardware import anonymous_bytes
+from p2p_trainer.inner_optimizer import learning_rate, set_learning_rate
 from p2p_trainer.tasks.base import Batch, Task, to_device
 
 Result = TypeVar("Result")
 
 GOOD_ENOUGH = 0.95
 """A smaller micro-batch is taken if it reaches this share of the best throughput: it leaves memory."""
+PACED_SECONDS = 2.0
+_PROC = Path("/proc")
+
+Stopped = Literal["done", "time", "memory"]
+"""Why no larger micro-batch was tried: there is none, there was no time, or memory would not hold it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """What this machine does alone at the micro-batch chosen for it."""
+    """What this machine does alone at one micro-batch."""
 
     samples_per_second: float
     micro_batch: int
     measured_seconds: float
     """Time that the measurement at this micro-batch took, without its first, slower step."""
+    steps: int = 1
+    """Inner steps in that time."""
+    peak_bytes: int | None = None
+    """The most that training held of the device's memory; on a CPU, beyond what the process held before there was a
+    model. None where that is not known."""
+
+    def makes_sense(self) -> bool:
+        """Whether these are figures that can have been measured: they come out of files and other processes."""
+        return (
+            math.isfinite(self.samples_per_second)
+            and self.samples_per_second > 0
+            and self.micro_batch >= 1
+            and (self.peak_bytes is None or 0 <= self.peak_bytes < 2**60)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLine:
+    """Peak memory as a straight line over the micro-batch: what a step holds grows with the samples in it."""
+
+    base_bytes: float
+    bytes_per_sample: float
+
+    def at(self, micro_batch: int) -> int:
+        return math.ceil(self.base_bytes + self.bytes_per_sample * micro_batch)
+
+
+def memory_line(measured: Sequence[Throughput], fixed_bytes: int) -> MemoryLine | None:
+    """Through the smallest and the largest micro-batch measured; None if no peak is known.
+
+    :param fixed_bytes: of parameters, gradients and optimizer state, where one micro-batch alone must do
+    """
+    points = sorted((one.micro_batch, one.peak_bytes) for one in measured if one.peak_bytes is not None)
+    if not points:
+        return None
+    (least, lowest), (most, highest) = points[0], points[-1]
+    if most > least:
+        slope = max(0.0, (highest - lowest) / (most - least))
+        return MemoryLine(base_bytes=highest - slope * most, bytes_per_sample=slope)
+    base = min(fixed_bytes, highest)
+    return MemoryLine(base_bytes=base, bytes_per_sample=(highest - base) / most)
+
+
+class MemoryGauge:
+    """The most that training has held of a device's memory since ``reset``.
+
+    On a CPU: what the process held at most beyond what it held when the gauge was made, so make it after everything
+    that is no part of training was loaded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        held = anonymous_bytes() if device.type == "cpu" else None
+        self.before_bytes = held[0] if held is not None else None
+
+    def reset(self) -> None:
+        """Count from now on. A kernel that does not let us (clear_refs) goes on with the highest so far, which is the
+        last micro-batch's, as they grow."""
+        if self._device.type == "cpu":
+            with suppress(OSError):
+                (_PROC / "self/clear_refs").write_text("5")
+        elif self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int | None:
+        """What torch has reserved counts, used or not: nobody else can have it."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_reserved(self._device))
+        if self._device.type == "mps":
+            return int(torch.mps.driver_allocated_memory())
+        now = anonymous_bytes()
+        return max(0, now[1] - self.before_bytes) if now is not None and self.before_bytes is not None else None
 
 
 def inner_step(
@@ -105,8 +184,7 @@ def shrinking_inner_step(
     """Make one ``inner_step``; where memory runs out, halve the micro-batch and make the same step again.
 
     Exact, because a step that ran out of memory changed nothing. What it does not cover: memory that runs out
-    while the optimizer allocates its state, in the very first step. ``measure_throughput`` has been there
-    before.
+    while the optimizer allocates its state, in the very first step. The probe has been there before.
 
     :returns: (mean loss, the micro-batch that fitted: use it from now on).
 
@@ -142,39 +220,116 @@ def shrinking(attempt: Callable[[int], Result], micro_batch: int, device: torch.
         release_memory()
 
 
-def measure_throughput(
+def measure_micro_batches(
     task: Task,
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     section: InnerOptimizerSection,
-    device: torch.device,
+    report: Callable[[Throughput], None],
+    *,
     seed: int,
+    gauge: MemoryGauge,
+    fixed_bytes: int = 0,
+    budget_bytes: int | None = None,
     limit_seconds: float = 4.0,
-    on_progress: Callable[[float], None] | None = None,
-) -> Throughput:
-    """Find the micro-batch to train with, and the samples per second it gives, by making real inner steps.
+    alive: Callable[[float], None] = lambda _share: None,
+) -> Stopped:
+    """Make real inner steps at micro-batches of 1, 2, 4 ... up to the inner batch, as far as time and memory reach.
 
-    Doubles the micro-batch from 1 up to the inner batch, stops where memory runs out (on a CPU: where twice as much
-    would not fit into what a cgroup or the machine has left) or the time is used up,
-    and takes the smallest that comes within 5 % of the best. Works on a copy: the model is left as it is.
+    A micro-batch of which a straight line through the ones before says that it would not fit is not tried. The model is
+    trained on: use one that is thrown away.
 
-    :param seed: of the task's order of the data; use one that training does not use.
-    :param limit_seconds: time for all micro-batches together. A machine that needs longer for two steps takes
-        that long and stops there.
-    :param on_progress: called with the share of the time used up, 0 to 1.
+    :param report: told of each micro-batch as soon as it is measured, so that it counts whatever becomes of the next
+    :param seed: of the task's order of the data; use one that training does not use
+    :param fixed_bytes: of parameters, gradients and optimizer state; for the line, while there is one point of it
+    :param budget_bytes: what training may hold at most, on the gauge; None for no limit
+    :param limit_seconds: time for all micro-batches together. A machine that needs longer for two steps takes that
+        long and stops there.
+    :param alive: called between steps and micro-batches with the share of the time used up, 0 to 1
 
-    Raises DeviceError if not even one sample at a time fits into the device's memory.
+    Returns why it stopped; "memory" without a report means that not even one sample at a time fits.
     """
-    report = on_progress or (lambda _share: None)
-    report(0.0)
-    measured = _measure_all(task, copy.deepcopy(model).to(device), section, seed, limit_seconds, report)
-    release_memory()
-    report(1.0)
-    if not measured:
-        raise _too_little_memory(device)
-    return choose(measured)
+    device = next(model.parameters()).device
+    set_learning_rate(optimizer, learning_rate(section, 0))
+    batches = task.batches(seed, section.batch_size)
+    began = time.perf_counter()
+
+    def tell() -> None:
+        alive(min(1.0, (time.perf_counter() - began) / limit_seconds))
+
+    def step(micro_batch: int) -> None:
+        inner_step(task, model, optimizer, next(batches), micro_batch, section.clip_norm, between=tell)
+        _synchronize(device)
+        tell()
+
+    measured: list[Throughput] = []
+    candidates = _doubling(section.batch_size)
+    for position, micro_batch in enumerate(candidates):
+        left_seconds = limit_seconds - (time.perf_counter() - began)
+        line = memory_line(measured, fixed_bytes)
+        if budget_bytes is not None and line is not None and line.at(micro_batch) > budget_bytes:
+            return "memory"
+        if measured and left_seconds <= 0:
+            return "time"
+        gauge.reset()
+        try:
+            seconds, steps = _time_steps(partial(step, micro_batch), left_seconds / (len(candidates) - position))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return "memory"
+        measured.append(
+            Throughput(
+                samples_per_second=steps * section.batch_size / seconds,
+                micro_batch=micro_batch,
+                measured_seconds=seconds,
+                steps=steps,
+                peak_bytes=gauge.peak_bytes(),
+            )
+        )
+        report(measured[-1])
+    return "done"
 
 
-def choose(measured: list[Throughput]) -> Throughput:
+def paced_rate(
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    section: InnerOptimizerSection,
+    *,
+    batch_size: int,
+    micro_batch: int,
+    at_most: float,
+    check: Callable[[], None],
+) -> float:
+    """Samples per second alone in real steps, each stretched by sleeping where a machine is to be no faster.
+
+    A machine whose step takes minutes is not measured for minutes. The model is trained on.
+
+    :param at_most: samples a second; infinite for no pacing
+    :param check: called all the time; may raise
+    """
+    batches = task.batches(0, batch_size)
+
+    def step() -> None:
+        inner_step(task, model, optimizer, next(batches), micro_batch, section.clip_norm, between=check)
+
+    samples = 0
+    step()  # the first one is slower
+    began = time.monotonic()
+    while samples == 0 or time.monotonic() - began < PACED_SECONDS:
+        until = time.monotonic() + batch_size / at_most
+        step()
+        samples += batch_size
+        if until - time.monotonic() > PACED_SECONDS:
+            return at_most  # as slow as it is told to be: sleeping it out would show no more
+        while (left := until - time.monotonic()) > 0:
+            check()
+            time.sleep(min(left, 0.2))
+    return samples / (time.monotonic() - began)
+
+
+def choose(measured: Sequence[Throughput]) -> Throughput:
     """Take the smallest micro-batch within 5 % of the best throughput."""
     enough = GOOD_ENOUGH * max(one.samples_per_second for one in measured)
     return min((one for one in measured if one.samples_per_second >= enough), key=lambda one: one.micro_batch)
@@ -192,68 +347,6 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def release_memory() -> None:
     """Give memory that torch caches back to the device: a smaller step, or another program, may need it."""
     torch.cuda.empty_cache()  # does nothing where CUDA has not been started
-
-
-def _measure_all(
-    task: Task,
-    model: nn.Module,
-    section: InnerOptimizerSection,
-    seed: int,
-    limit_seconds: float,
-    report: Callable[[float], None],
-) -> list[Throughput]:
-    device = next(model.parameters()).device
-    optimizer = build_inner_optimizer(model.parameters(), section)
-    set_learning_rate(optimizer, learning_rate(section, 0))
-    batches = task.batches(seed, section.batch_size)
-    began = time.perf_counter()
-
-    def step(micro_batch: int) -> None:
-        inner_step(task, model, optimizer, next(batches), micro_batch, section.clip_norm)
-        _synchronize(device)
-        report(min(1.0, (time.perf_counter() - began) / limit_seconds))
-
-    measured: list[Throughput] = []
-    memory = _MemoryWatch(device)
-    candidates = _doubling(section.batch_size)
-    for position, micro_batch in enumerate(candidates):
-        left_seconds = limit_seconds - (time.perf_counter() - began)
-        if measured and (left_seconds <= 0 or not memory.holds(micro_batch / measured[-1].micro_batch)):
-            break
-        try:
-            seconds, steps = _time_steps(partial(step, micro_batch), left_seconds / (len(candidates) - position))
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            break
-        measured.append(
-            Throughput(
-                samples_per_second=steps * section.batch_size / seconds,
-                micro_batch=micro_batch,
-                measured_seconds=seconds,
-            )
-        )
-    return measured
-
-
-class _MemoryWatch:
-    """Whether a larger micro-batch fits into the memory of a CPU's process.
-
-    Where an accelerator's memory runs out, torch says so; here the kernel kills the process, also where a container or
-    a cgroup has less than the machine.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        before = resident_bytes() if device.type == "cpu" else None
-        self._before = before[0] if before is not None else None
-
-    def holds(self, times: float) -> bool:
-        """:param times: as large as the micro-batch that was measured last; True where nothing is known"""
-        now, left = resident_bytes(), memory_left_bytes()
-        if self._before is None or now is None or left is None:
-            return True
-        held, most = now
-        return self._before + times * (most - self._before) <= held + left
 
 
 def _doubling(batch_size: int) -> list[int]:

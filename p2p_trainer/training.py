@@ -23,6 +23,7 @@ from dht_config.errors import CheckpointError
 from p2p_trainer.checkpoint import optimizer_to_tensors, save_checkpoint
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, Mode
+from p2p_trainer.reality import RealityWatch
 from p2p_trainer.settings import PeerSettings
 from p2p_trainer.strategies import MemoryStrategy
 from p2p_trainer.strategies.rotation import Rotation
@@ -187,6 +188,7 @@ class Trainer:
     :param strategy: where the model's memory is, and which fragments are trained
     :param mode: what a step, a snapshot and a rebase are in this run
     :param rotation: chooses other fragments now and then, where not all are trained
+    :param watch: told whether training goes as planned
     """
 
     def __init__(
@@ -206,12 +208,14 @@ class Trainer:
         leave: LeaveFlag,
         checkpoint_directory: Path,
         checkpoint_meta: Mapping[str, Any],
+        watch: RealityWatch | None = None,
     ) -> None:
         self.task, self.strategy, self.mode, self.rotation = task, strategy, mode, rotation
         self.settings = settings
         self.accounts, self.arena, self.swarm = accounts, arena, swarm
         self.metrics, self.view, self.peer_view, self.leave = metrics, view, peer_view, leave
         self.checkpoint_directory, self.checkpoint_meta = checkpoint_directory, checkpoint_meta
+        self.watch = watch
         self.device = next(strategy.model.parameters()).device
         self.held_seconds = 0.0
         self.waited_seconds = 0.0
@@ -278,7 +282,10 @@ class Trainer:
             self.handle_messages(WAIT_SECONDS)
             self.waited_seconds += time.monotonic() - began
             return
+        micro_batch = self.mode.micro_batch
         loss, samples = self.mode.step(self.accounts.lineage_samples, due, self._between_micro_batches)
+        if self.watch is not None:
+            self.watch.micro_batch(micro_batch, self.mode.micro_batch)
         if math.isfinite(loss):
             # Before any message is answered: the parameters and the counts must tell the same.
             self.accounts.stepped(samples, self.strategy.trained)
@@ -366,6 +373,8 @@ class Trainer:
         (then, before), rate = self._history[0], 0.0
         if busy > then:
             rate = (accounts.samples - before) / (busy - then)
+        if self.watch is not None and busy - then >= RATE_WINDOW_SECONDS:
+            self.watch.rate(rate, now)
         loss = sum(self._losses) / len(self._losses) if self._losses else None
         self._losses.clear()
         self.metrics.write("train", samples=accounts.samples, steps=accounts.steps, loss=loss, samples_per_second=rate)
@@ -428,8 +437,8 @@ class Trainer:
     def _evaluate(self) -> None:
         """Held-out loss of the base, with the local values put aside for as long; frozen ones in low precision."""
         if self._held_out is None:
-            micro = max(self.mode.micro_batch, 8)
-            self._held_out = self.task.held_out(micro, self.settings.eval_samples)
+            # No more at once than in a step, which takes more memory: gradients are what activations are kept for.
+            self._held_out = self.task.held_out(self.mode.micro_batch, self.settings.eval_samples)
         if not self._held_out:
             return
         base = torch.empty(0)

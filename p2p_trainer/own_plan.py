@@ -1,0 +1,123 @@
+"""A peer's own plan: made before it trains, told to its person, and compared with what training shows."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+
+from dht_config.manifest import RunManifest
+from p2p_trainer.compute import in_dtype
+from p2p_trainer.hardware import Hardware
+from p2p_trainer.metrics import MetricsWriter
+from p2p_trainer.plan_facts import Link, Plan, SwarmFacts
+from p2p_trainer.planner import Planner, machine_of, model_of, wishes_of
+from p2p_trainer.probe import Prober
+from p2p_trainer.probe_cache import ProbeCache, default_cache_directory
+from p2p_trainer.reality import RealityWatch
+from p2p_trainer.settings import PeerSettings
+from p2p_trainer.strategies import build_strategy
+from p2p_trainer.tasks import Task
+from p2p_trainer.throughput import paced_rate
+from p2p_trainer.training import LeaveFlag
+from p2p_trainer.view import LiveView
+from peers.arena import BYTES_PER_ELEMENT, SharedArena
+from peers.fragments import FragmentLayout
+
+
+@dataclass(kw_only=True)
+class OwnPlan:
+    """One peer's, from before it is made.
+
+    :param model: as its task built it, on the CPU
+    :param arena: made, whether or not it holds anything
+    """
+
+    manifest: RunManifest
+    task: Task
+    model: torch.nn.Module
+    layout: FragmentLayout
+    arena: SharedArena
+    device: torch.device
+    settings: PeerSettings
+    seed: int
+    """Of the data to measure with."""
+    view: LiveView
+    metrics: MetricsWriter
+    leave: LeaveFlag
+
+    def make(self, prober: Prober, hardware: Hardware) -> Plan:
+        """Measure this machine as far as the plan wants it, and tell what it will do. :raises PlanError:"""
+
+        def alive(share: float) -> None:
+            self.leave.check()
+            self.view.measuring(share)
+
+        settings = self.settings
+        model_bytes = self.arena.resident_bytes + BYTES_PER_ELEMENT * self.layout.num_elements
+        self._planner = Planner(
+            manifest=self.manifest,
+            task_version=self.task.version,
+            model=model_of(self.model, self.manifest, self.device),
+            machine=machine_of(self.device, hardware, settings.memory_bytes, settings.emulate, model_bytes),
+            hardware=hardware,
+            threads=settings.threads,
+            seed=self.seed,
+            prober=prober,
+            cache=ProbeCache(default_cache_directory(), self.view.status),
+            alive=alive,
+            say=self.view.status,
+        )
+        plan = self._planner.plan(Link(), SwarmFacts(), wishes_of(settings))
+        self.metrics.write("plan", **plan.to_json())
+        for line in plan.in_two_lines():
+            self.view.status(line)
+        return plan
+
+    def samples_per_second(self, plan: Plan) -> float:
+        """What this machine makes alone: as measured, or in real steps on a copy if it is slowed down or unmeasured."""
+        emulate = self.settings.emulate
+        if emulate is None and plan.samples_per_second is not None:
+            return plan.samples_per_second
+        section = self.manifest.inner_optimizer
+        twin = build_strategy(
+            plan.strategy,
+            copy.deepcopy(self.model),
+            self.layout,
+            section,
+            self.device,
+            frozenset(range(plan.fragments)),
+            self.manifest.averaging.mode,
+        )
+        return paced_rate(
+            in_dtype(self.task, self.device, plan.compute_dtype),
+            twin.model,
+            twin.optimizer,
+            section,
+            batch_size=plan.batch_size,
+            micro_batch=plan.micro_batch,
+            at_most=math.inf if emulate is None else emulate,
+            check=self.leave.check,
+        )
+
+    def watch(self, plan: Plan) -> RealityWatch:
+        """Told by training how it goes; a person hears of it, and the next start knows it."""
+        measured = plan.samples_per_second if self.settings.emulate is None else None
+
+        def drifted(rate: float) -> None:
+            self._planner.note_drift(plan)
+            self.metrics.write("drift", planned=measured, samples_per_second=rate)
+            self.view.status(
+                f"This machine makes {rate:.3g} samples/s, where {measured or 0:.3g} were measured: the next start "
+                "measures again."
+            )
+
+        def shrunk(too_big: int, fitted: int) -> None:
+            self._planner.note_too_big(plan, too_big)
+            reason = f"Memory ran out in a step: micro-batch {fitted} instead of {too_big}, the batch stays."
+            self.metrics.write("plan", **{**plan.to_json(), "micro_batch": fitted, "reasons": [reason]})
+            self.view.status(reason)
+
+        return RealityWatch(measured, on_drift=drifted, on_shrunk=shrunk)
