@@ -14,6 +14,7 @@ from dht_config.address import parse_addresses
 from dht_config.errors import DirectoryError, ExitCode, InviteError, P2PTrainerError, RehearsalError, UsageError
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest
+from p2p_trainer import plan_command
 from p2p_trainer.json_lines import JsonLines
 from p2p_trainer.reporting import Reporting, log_to_stderr
 from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addresses
@@ -83,6 +84,12 @@ def join(
     checkpoint_seconds: Annotated[float | None, typer.Option(help="Time between checkpoints.")] = None,
     eval_seconds: Annotated[float | None, typer.Option(help="Time between evaluations on held-out data.")] = None,
     eval_samples: Annotated[int | None, typer.Option(help="Held-out samples per evaluation; 0 for none.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="All that this peer may take of the device's memory (on a CPU, of the machine's): 8G, 512M."),
+    ] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Samples that go through the model at once.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of an inner step; at most the run's.")] = None,
     emulate: Annotated[
         float | None, typer.Option(help="Pretend to be slower: at most this many samples per second.")
     ] = None,
@@ -125,6 +132,9 @@ def join(
         "checkpoint_seconds": checkpoint_seconds,
         "eval_seconds": eval_seconds,
         "eval_samples": eval_samples,
+        "memory": memory,
+        "micro_batch": micro_batch,
+        "batch": batch,
         "emulate": emulate,
         "strategy": strategy,
         "train_fragments": train_fragments,
@@ -406,6 +416,9 @@ def example(
     """Print a shipped run manifest, to make your own from: p2p-trainer example stdlib-text > run.toml"""
     with Reporting(as_json=False):
         sys.stdout.write(example_manifest(name) if name is not None else "".join(f"{one}\n" for one in EXAMPLES))
+
+
+app.command()(plan_command.plan)
 
 
 def _live(

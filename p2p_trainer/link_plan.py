@@ -1,44 +1,48 @@
-"""How often a line lets this machine take part in rounds, and why: pure."""
+"""How often a line lets this machine take part in rounds, how strongly it encodes for that, and why: pure."""
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 from dht_config.manifest import RunManifest
 from p2p_trainer.plan_facts import Link
-from peers.cadence import CADENCES, SHARE_OF_LINE, CadenceValue, LineUse, line_use
 from peers.clock import Schedule
-from peers.codecs import get_codec
 from peers.fragments import FragmentLayout
+from peers.line import CADENCES, CODECS, SHARE_OF_LINE, CadenceValue, LineRate, LineUse, least_codec, line_use
 
 _BYTES_PER_VALUE = 4
-_DENSER_CODECS = ("int8", "int4", "sparse")
+_OFTEN = {1: "every round", 2: "every 2nd round", 4: "every 4th round"}
 
 
-def plan_cadence(link: Link, manifest: RunManifest, layout: FragmentLayout) -> tuple[CadenceValue, list[str]]:
-    codec = manifest.averaging.codec
-    about_codec = (
-        f"{codec} both ways"
-        if codec == manifest.averaging.answer_codec
-        else (f"{codec}, answers {manifest.averaging.answer_codec}")
+def plan_line(link: Link, manifest: RunManifest, layout: FragmentLayout) -> tuple[CadenceValue, str, list[str]]:
+    """(cadence, codec, why). Unless the run leaves the codec to its peers it is the run's, alike for all."""
+    of_run = manifest.averaging.codec
+    rate = LineRate(
+        up=link.up / 8 if link.up is not None else math.inf, down=link.down / 8 if link.down is not None else math.inf
     )
-    uses = _line_uses(link, manifest, layout)
-    if not uses:
-        return 1, [f"The line is not measured yet: every round until rounds show otherwise; {about_codec}, the run's."]
-    direction, rate, use = max(uses, key=lambda item: item[2].least_cadence())
-    cadence = use.least_cadence()
-    often = {1: "every round", 2: "every 2nd round", 4: "every 4th round"}[cadence]
-    reasons = [f"{bits(rate)} {direction}: {often}, {about_codec} as the run says."]
-    if use.share(cadence) > SHARE_OF_LINE:
-        needed = rate * use.share(CADENCES[-1]) / SHARE_OF_LINE
-        remedy = _codec_that_would_do(link, manifest, layout)
+    use = partial(_line_use, manifest, layout)
+    codec: str = of_run
+    if of_run == "auto":
+        codec = least_codec(rate, use) if rate.is_known else CODECS[0]
+    whose = "chosen by this peer" if of_run == "auto" else "the run's"
+    if not rate.is_known:
+        return 1, codec, [f"The line is not measured yet: every round until rounds show otherwise; {codec} ({whose})."]
+    cadence = use(codec).least_cadence(rate)
+    reasons = [f"{_line_in_words(link)}: {_OFTEN[cadence]}, {codec} ({whose})."]
+    most = CADENCES[-1]
+    if (share := use(codec).share(rate, most)) > SHARE_OF_LINE:
+        way, bits_per_second = _bottleneck(use(codec), rate, most)
+        denser = [name for name in CODECS if use(name).share(rate, most) <= SHARE_OF_LINE and of_run != "auto"]
+        other_run = f"a run with codec {denser[0]}" if denser else "longer ticks"
         reasons.append(
-            f"That is too little even for every {CADENCES[-1]}th round: rounds would come late. It takes "
-            f"{bits(needed)} {direction}, longer ticks{remedy}."
+            f"Even that is too often: this peer's rounds would come late. It takes "
+            f"{bits(bits_per_second * share / SHARE_OF_LINE)} {way}, or {other_run}."
         )
-    return cadence, reasons
+    return cadence, codec, reasons
 
 
-def _line_uses(link: Link, manifest: RunManifest, layout: FragmentLayout) -> list[tuple[str, float, LineUse]]:
-    """(direction, bits a second, use) of the directions that are known. Bases are fetched downwards only."""
+def _line_use(manifest: RunManifest, layout: FragmentLayout, codec: str) -> LineUse:
     schedule = Schedule(
         start_seconds=manifest.run.start.timestamp(),
         tick_seconds=manifest.run.tick_seconds,
@@ -47,27 +51,21 @@ def _line_uses(link: Link, manifest: RunManifest, layout: FragmentLayout) -> lis
     size = max(layout.size(fragment) for fragment in range(layout.num_fragments))
     outer_values = 2 if manifest.outer_optimizer.name == "adamw" else 1
     base_bytes = _BYTES_PER_VALUE * size * (1 + outer_values)
-    directions = (("up", link.up, 0), ("down", link.down, base_bytes))
-    return [
-        (name, rate, line_use(manifest.averaging, schedule, size=size, base_bytes=fetched, bytes_per_second=rate / 8))
-        for name, rate, fetched in directions
-        if rate is not None
-    ]
+    return line_use(manifest.averaging, schedule, codec=codec, size=size, base_bytes=base_bytes)
 
 
-def _codec_that_would_do(link: Link, manifest: RunManifest, layout: FragmentLayout) -> str:
-    """A denser codec of the run with which cadence 4 would be enough; empty if there is none."""
-    size = max(layout.size(fragment) for fragment in range(layout.num_fragments))
-    now = get_codec(manifest.averaging.codec).encoded_bytes(size)
-    for codec in _DENSER_CODECS:
-        if get_codec(codec).encoded_bytes(size) >= now:
-            continue
-        answer = codec if codec != "sparse" else "int4"
-        averaging = manifest.averaging.model_copy(update={"codec": codec, "answer_codec": answer})
-        denser = manifest.model_copy(update={"averaging": averaging})
-        if all(use.share(CADENCES[-1]) <= SHARE_OF_LINE for _, _, use in _line_uses(link, denser, layout)):
-            return f", or a run with codec {codec}"
-    return ""
+def _bottleneck(use: LineUse, rate: LineRate, cadence: int) -> tuple[str, float]:
+    """(way, bits a second) of the way that is busier."""
+    ways = {"up": LineRate(up=rate.up), "down": LineRate(down=rate.down)}
+    way = max(ways, key=lambda name: use.share(ways[name], cadence))
+    return way, 8 * min(ways[way].up, ways[way].down)
+
+
+def _line_in_words(link: Link) -> str:
+    if link.up == link.down and link.up is not None:
+        return f"{bits(link.up)} each way"
+    ways = (("up", link.up), ("down", link.down))
+    return ", ".join(f"{bits(rate)} {way}" for way, rate in ways if rate is not None)
 
 
 def bits(rate: float) -> str:

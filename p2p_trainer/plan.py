@@ -9,8 +9,8 @@ two moments: a step (parameters, gradients, optimizer state, activations), and t
 is written from, when there are neither gradients nor activations. On a CPU the bases, rounds and the program itself
 live in the same memory.
 
-Link: the lowest cadence at which rounds and the fetching between them leave the line some air. The codec is the run's,
-alike for all.
+Link: the lowest cadence at which rounds and the fetching between them leave the line some air, and the codec with it
+where the run leaves that to its peers (``link_plan.py``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 from dht_config.errors import PlanError
 from dht_config.manifest import RunManifest
-from p2p_trainer.link_plan import plan_cadence
-from p2p_trainer.machine_checks import PROCESSES_BYTES, gigabytes, need_of
+from p2p_trainer.link_plan import plan_line
+from p2p_trainer.machine_checks import PROCESSES_BYTES, need_of
+from p2p_trainer.machines import memory_text
 from p2p_trainer.plan_facts import NO_WISHES, Link, Machine, Measurement, Model, Plan, SwarmFacts, Wishes
 from p2p_trainer.strategies import PARTIAL, StrategyName, fixed_bytes
 from p2p_trainer.throughput import MemoryLine, choose, memory_line
@@ -112,14 +113,14 @@ def plan(
     if chosen is None:
         raise _nothing_fits(machine, candidates, wishes)
     micro_batch, rate, why_micro_batch = _micro_batch(machine, manifest, chosen, wishes)
-    cadence, why_cadence = plan_cadence(link, manifest, layout)
+    cadence, codec, why_line = plan_line(link, manifest, layout)
     batch_size, why_batch = _batch(manifest, rate, cadence, wishes)
     micro_batch = min(micro_batch, batch_size)
     reasons = [
         _why_strategy(machine, chosen, candidates, micro_batch, layout, wishes),
         *why_micro_batch,
         *why_batch,
-        *why_cadence,
+        *why_line,
         *_why_dtype(machine),
         *_why_swarm(swarm),
     ]
@@ -131,7 +132,7 @@ def plan(
         fragments=chosen.fragments,
         all_fragments=layout.num_fragments,
         cadence=cadence,
-        codec=manifest.averaging.codec,
+        codec=codec,
         compute_dtype=machine.compute_dtype,
         samples_per_second=rate,
         predicted_bytes=chosen.peak_bytes(micro_batch) if chosen.line is not None else None,
@@ -276,22 +277,22 @@ def _why_strategy(
     wishes: Wishes,
 ) -> str:
     """ "12 GB: micro-batch 4 with checkpointing, 3 of 8 fragments; plain would need 15.1 GB."""
-    budget = gigabytes(machine.budget_bytes) if machine.budget_bytes is not None else "Memory of unknown size"
+    budget = memory_text(machine.budget_bytes) if machine.budget_bytes is not None else "Memory of unknown size"
     what = f"micro-batch {micro_batch} with {_IN_WORDS[chosen.strategy]}"
     if chosen.fragments < layout.num_fragments:
         what += f", {chosen.fragments} of {layout.num_fragments} fragments"
-    needs = f", which takes {gigabytes(chosen.peak_bytes(micro_batch))}" if chosen.line is not None else ""
+    needs = f", which takes {memory_text(chosen.peak_bytes(micro_batch))}" if chosen.line is not None else ""
     if wishes.strategy is not None:
         return f"{budget}: {what}{needs}, as you said."
     plainer = candidates[0]
     if chosen is plainer or plainer.strategy == chosen.strategy:
         return f"{budget}: {what}{needs}."
     if plainer.line is not None:
-        would = f"plain would need {gigabytes(plainer.peak_bytes(1))}"
+        would = f"plain would need {memory_text(plainer.peak_bytes(1))}"
     elif plainer.is_refuted:
         would = "plain ran out of it with one sample"
     else:
-        would = f"plain would need more than {gigabytes(plainer.peak_bytes(1))}"
+        would = f"plain would need more than {memory_text(plainer.peak_bytes(1))}"
     return f"{budget}: {what}{needs}; {would}."
 
 
@@ -302,18 +303,18 @@ def _nothing_fits(machine: Machine, candidates: Sequence[Candidate], wishes: Wis
             "Leave --strategy and --train-fragments out.",
         )
     least = min(candidates, key=lambda one: one.peak_bytes(1))
-    budget = gigabytes(machine.budget_bytes or 0)
+    budget = memory_text(machine.budget_bytes or 0)
     if not any(one.host_fits(machine) for one in candidates):
         return PlanError(
-            f"The machine's own memory, {gigabytes(machine.host_budget_bytes or 0)} free, does not hold this run: it "
-            f"takes {gigabytes(min(one.host_bytes for one in candidates))}.",
+            f"The machine's own memory, {memory_text(machine.host_budget_bytes or 0)} free, does not hold this run: it "
+            f"takes {memory_text(min(one.host_bytes for one in candidates))}.",
             "Close other programs, or join a run with a smaller model.",
         )
     needed = (least.peak_bytes(wishes.micro_batch or 1) - least.program_bytes) / FIT + least.program_bytes
     more = "more than " if least.line is None or needed <= (machine.budget_bytes or 0) else ""
     how = f"with the strategy {wishes.strategy}" if wishes.strategy is not None else "whatever the strategy"
     return PlanError(
-        f"{budget} of memory do not hold this run {how}: it takes {more}{gigabytes(needed)}.",
+        f"{budget} of memory do not hold this run {how}: it takes {more}{memory_text(needed)}.",
         "Close other programs, raise --memory or the limit of this container, or join a run with a smaller model.",
     )
 

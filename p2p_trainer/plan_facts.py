@@ -10,8 +10,8 @@ from p2p_trainer.compute import ComputeDtype
 from p2p_trainer.machine_checks import PROCESSES_BYTES
 from p2p_trainer.strategies import STRATEGIES, ModelFacts, StrategyName
 from p2p_trainer.throughput import Stopped, Throughput
-from peers.cadence import CadenceValue
 from peers.fragments import FragmentLayout
+from peers.line import CadenceValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

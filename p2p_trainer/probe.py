@@ -28,12 +28,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from dht_config.errors import P2PTrainerError
-from dht_config.manifest import RunManifest
+from dht_config.manifest import InnerOptimizerSection, RunManifest
 from p2p_trainer.compute import ComputeDtype, in_dtype
 from p2p_trainer.devices import pick_device, set_thread_count
 from p2p_trainer.hardware import data_bytes
+from p2p_trainer.inner_optimizer import build_inner_optimizer
 from p2p_trainer.plan_facts import Measurement
 from p2p_trainer.strategies import StrategyName, build_strategy, facts_of, fixed_bytes
 from p2p_trainer.target import layout_of
@@ -224,7 +226,7 @@ def _measured(request: ProbeRequest, pipe: Connection) -> _Ended:
     manifest = request.manifest
     task = in_dtype(load_task(manifest.task.name, manifest.model, manifest.data), device, request.compute_dtype)
     next(task.batches(request.seed, 1))  # the data are read here, and held from here on
-    _start_threads()
+    _warm_up(manifest.inner_optimizer, device)
     gauge = MemoryGauge(device)
     if device.type == "cpu" and request.budget_bytes is not None:
         allow_no_more_than(request.budget_bytes + SLACK_BYTES)
@@ -270,9 +272,13 @@ def _measured(request: ProbeRequest, pipe: Connection) -> _Ended:
     )
 
 
-def _start_threads() -> None:
-    """torch's, now: their stacks are no part of what training takes."""
-    torch.ones(1 << 16, torch.get_num_threads()).add_(1)
+def _warm_up(section: InnerOptimizerSection, device: torch.device) -> None:
+    """Load what torch loads at its first step and start its threads: no part of what this model's training takes."""
+    wide = 1 << 16
+    model = nn.Linear(wide, torch.get_num_threads()).to(device)  # as much as takes all threads
+    optimizer = build_inner_optimizer(model.parameters(), section)
+    model(torch.ones(1, wide, device=device)).sum().backward()
+    optimizer.step()
 
 
 def die_first() -> None:

@@ -198,6 +198,7 @@ def environment_of_a_rehearsal(directory: Path, seconds: float) -> Mapping[str, 
         # Also a short rehearsal shows how the loss falls.
         "P2P_TRAINER_EVAL_SECONDS": f"{min(60.0, max(10.0, seconds / EVALUATIONS)):g}",
         "XDG_CONFIG_HOME": str(directory / "no-settings"),
+        "XDG_CACHE_HOME": str(directory / "cache"),  # measured by peers that each have their own memory
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -6,7 +6,6 @@ are found, the manifest is checked, the model built, the throughput measured, th
 
 from __future__ import annotations
 
-import copy
 import ipaddress
 import signal
 import time
@@ -37,7 +36,6 @@ from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, optimizer_from_t
 from p2p_trainer.compute import in_dtype
 from p2p_trainer.devices import device_failures, pick_device, set_thread_count
 from p2p_trainer.hardware import read_hardware
-from p2p_trainer.inner_optimizer import build_inner_optimizer
 from p2p_trainer.limits import raise_open_file_limit
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, LocalMode, Mode
@@ -46,7 +44,7 @@ from p2p_trainer.plan_facts import Plan
 from p2p_trainer.probe import Prober, start_prober
 from p2p_trainer.run_directory import RunDirectory
 from p2p_trainer.settings import PeerSettings, default_data_directory
-from p2p_trainer.strategies import PARTIAL, MemoryStrategy, StrategyName, build_strategy
+from p2p_trainer.strategies import PARTIAL, MemoryStrategy, build_strategy
 from p2p_trainer.strategies.rotation import Rotation, next_trained
 from p2p_trainer.target import Target, check_model, checked_manifest, layout_of, trainable
 from p2p_trainer.tasks import Task

@@ -103,21 +103,26 @@ def checked_manifest(signed: SignedManifest, target: Target, *, allow_files: boo
 def check_model(manifest: RunManifest, task: Task) -> FragmentLayout:
     """Find a mistake in a manifest's ``[model]`` before anybody is asked for anything and anything is written.
 
-    The model is built without its values, which takes no memory. Not every architecture can be, so what is refused
-    that way is built for good before a person hears of it.
-
     Returns how the run cuts it.
+
+    :raises ManifestError: names the key
+    """
+    return layout_of(blank_model(task), manifest)
+
+
+def blank_model(task: Task) -> nn.Module:
+    """The model without its values, which takes no memory; or with them, where an architecture does not allow that.
 
     :raises ManifestError: names the key
     """
     try:
         with torch.device("meta"):
-            return layout_of(task.build_model(), manifest)
+            return task.build_model()
     except Exception:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the averaging process is forked after this, and a fork must not meet a thread
+        torch.set_num_threads(1)  # processes are forked after this, and a fork must not meet a thread
         try:
-            return layout_of(task.build_model(), manifest)
+            return task.build_model()
         finally:
             torch.set_num_threads(threads)
 

@@ -243,8 +243,8 @@ def measure_micro_batches(
     :param seed: of the task's order of the data; use one that training does not use
     :param fixed_bytes: of parameters, gradients and optimizer state; for the line, while there is one point of it
     :param budget_bytes: what training may hold at most, on the gauge; None for no limit
-    :param limit_seconds: time for all micro-batches together. A machine that needs longer for two steps takes that
-        long and stops there.
+    :param limit_seconds: time for all micro-batches together, from the end of the first step, which is slow. A machine
+        that needs longer for one step takes that long and stops there.
     :param alive: called between steps and micro-batches with the share of the time used up, 0 to 1
 
     Returns why it stopped; "memory" without a report means that not even one sample at a time fits.
@@ -264,6 +264,14 @@ def measure_micro_batches(
 
     measured: list[Throughput] = []
     candidates = _doubling(section.batch_size)
+    gauge.reset()
+    try:
+        step(candidates[0])
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return "memory"
+    began = time.perf_counter()
     for position, micro_batch in enumerate(candidates):
         left_seconds = limit_seconds - (time.perf_counter() - began)
         line = memory_line(measured, fixed_bytes)
@@ -271,9 +279,12 @@ def measure_micro_batches(
             return "memory"
         if measured and left_seconds <= 0:
             return "time"
-        gauge.reset()
+        if measured:
+            gauge.reset()
         try:
-            seconds, steps = _time_steps(partial(step, micro_batch), left_seconds / (len(candidates) - position))
+            seconds, steps = _time_steps(
+                partial(step, micro_batch), left_seconds / (len(candidates) - position), is_first=not measured
+            )
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -354,10 +365,14 @@ def _doubling(batch_size: int) -> list[int]:
     return [*sizes, batch_size]
 
 
-def _time_steps(step: Callable[[], None], budget_seconds: float) -> tuple[float, int]:
-    """Make one step that does not count (allocations, caches), then what the budget holds, at least one."""
+def _time_steps(step: Callable[[], None], budget_seconds: float, *, is_first: bool) -> tuple[float, int]:
+    """Make one step that does not count (allocations, caches), then what the budget holds, at least one.
+
+    :param is_first: that step was made
+    """
     began = time.perf_counter()
-    step()
+    if not is_first:
+        step()
     counted = time.perf_counter()
     steps = 0
     while True:

@@ -249,6 +249,7 @@ class Swarm:
             "SWARM_TEST_MARKS": f"{self.mark} {mark}",
             "TMPDIR": str(self.temporary),
             "XDG_CONFIG_HOME": str(self.path / "no-settings"),
+            "XDG_CACHE_HOME": str(self.path.parent / "cache"),  # the session's: a machine is measured once
             "PYTHONUNBUFFERED": "1",
         }
 
