@@ -14,13 +14,13 @@ from p2p_trainer.hardware import Hardware
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.plan_facts import Link, Plan, SwarmFacts
 from p2p_trainer.planner import Planner, machine_of, model_of, wishes_of
-from p2p_trainer.probe import Prober
+from p2p_trainer.probe import Prober, saves_host_memory
 from p2p_trainer.probe_cache import ProbeCache, default_cache_directory
 from p2p_trainer.reality import RealityWatch
 from p2p_trainer.settings import PeerSettings
 from p2p_trainer.strategies import build_strategy
 from p2p_trainer.tasks import Task
-from p2p_trainer.throughput import paced_rate
+from p2p_trainer.throughput import paced_rate, return_freed_memory
 from p2p_trainer.training import LeaveFlag
 from p2p_trainer.view import LiveView
 from peers.arena import BYTES_PER_ELEMENT, SharedArena
@@ -74,6 +74,8 @@ class OwnPlan:
         self.metrics.write("plan", **plan.to_json())
         for line in plan.in_two_lines():
             self.view.status(line)
+        if saves_host_memory(plan.strategy, self.device):
+            return_freed_memory()
         return plan
 
     def samples_per_second(self, plan: Plan) -> float:

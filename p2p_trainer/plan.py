@@ -311,7 +311,9 @@ def _nothing_fits(machine: Machine, candidates: Sequence[Candidate], wishes: Wis
             "Close other programs, or join a run with a smaller model.",
         )
     needed = (least.peak_bytes(wishes.micro_batch or 1) - least.program_bytes) / FIT + least.program_bytes
-    more = "more than " if least.line is None or needed <= (machine.budget_bytes or 0) else ""
+    more = ""
+    if least.is_refuted or least.line is None:
+        needed, more = max(needed, machine.budget_bytes or 0), "more than "
     how = f"with the strategy {wishes.strategy}" if wishes.strategy is not None else "whatever the strategy"
     return PlanError(
         f"{budget} of memory do not hold this run {how}: it takes {more}{memory_text(needed)}.",

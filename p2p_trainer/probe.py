@@ -40,7 +40,14 @@ from p2p_trainer.plan_facts import Measurement
 from p2p_trainer.strategies import StrategyName, build_strategy, facts_of, fixed_bytes
 from p2p_trainer.target import layout_of
 from p2p_trainer.tasks import load_task
-from p2p_trainer.throughput import MemoryGauge, Stopped, Throughput, is_out_of_memory, measure_micro_batches
+from p2p_trainer.throughput import (
+    MemoryGauge,
+    Stopped,
+    Throughput,
+    is_out_of_memory,
+    measure_micro_batches,
+    return_freed_memory,
+)
 from peers.daemon import die_with_parent
 
 _log = logging.getLogger(__name__)
@@ -226,6 +233,8 @@ def _measured(request: ProbeRequest, pipe: Connection) -> _Ended:
     manifest = request.manifest
     task = in_dtype(load_task(manifest.task.name, manifest.model, manifest.data), device, request.compute_dtype)
     next(task.batches(request.seed, 1))  # the data are read here, and held from here on
+    if saves_host_memory(request.strategy, device):
+        return_freed_memory()
     _warm_up(manifest.inner_optimizer, device)
     gauge = MemoryGauge(device)
     if device.type == "cpu" and request.budget_bytes is not None:
@@ -270,6 +279,11 @@ def _measured(request: ProbeRequest, pipe: Connection) -> _Ended:
             alive=alive,
         )
     )
+
+
+def saves_host_memory(strategy: StrategyName, device: torch.device) -> bool:
+    """Whether what a strategy frees should go back to the machine at once."""
+    return device.type == "cpu" and strategy != "full"
 
 
 def _warm_up(section: InnerOptimizerSection, device: torch.device) -> None:

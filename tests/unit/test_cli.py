@@ -134,6 +134,7 @@ def test_exit_codes_are_a_promise() -> None:
         "LIMITS": 24,
         "CHECKS_FAILED": 25,
         "DEVICE_LOST": 26,
+        "NO_PLAN": 27,
         "INTERRUPTED": 130,
     }
 

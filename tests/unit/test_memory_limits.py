@@ -189,37 +189,6 @@ def test_a_process_sees_the_memory_that_it_was_given() -> None:
         assert int(run_in(limits, "small", program).stdout) == 64 * MEGABYTE
 
 
-GREEDY = """
-import torch
-from torch import nn
-from dht_config.manifest import InnerOptimizerSection
-from p2p_trainer.throughput import measure_throughput
-
-class Greedy:
-    "Takes 10 MB a sample."
-    def batches(self, seed, batch_size):
-        while True:
-            yield (torch.ones(batch_size, 1),)
-
-    def loss(self, model, batch):
-        held = torch.ones(len(batch[0]), 10 << 18)
-        return model(batch[0]).mean() * held[0, 0]
-
-section = InnerOptimizerSection(batch_size=256)
-print(measure_throughput(Greedy(), nn.Linear(1, 1), section, torch.device("cpu"), 0).micro_batch)
-"""
-
-
-@needs_memory_limits
-def test_a_peer_takes_no_micro_batch_that_its_memory_does_not_hold() -> None:
-    """256 samples would take 2.5 GB: the kernel would kill it while it measures."""
-    with MemoryLimits({"a": 1000 * MEGABYTE}) as limits:
-        ended = run_in(limits, "a", GREEDY)
-        assert (ended.returncode, limits.use("a").kills) == (0, 0)
-        assert 1 <= int(ended.stdout) <= 64
-        assert limits.use("a").peak_bytes < 1000 * MEGABYTE
-
-
 @needs_memory_limits
 def test_a_group_that_somebody_is_in_stays_until_he_is_gone() -> None:
     with MemoryLimits({"a": None}) as limits:

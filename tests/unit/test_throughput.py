@@ -11,19 +11,20 @@ from torch.nn import functional
 
 from dht_config.errors import DeviceError
 from dht_config.manifest import InnerOptimizerSection, example_manifest, parse_manifest
-from p2p_trainer import throughput
 from p2p_trainer.inner_optimizer import build_inner_optimizer
-from p2p_trainer.session import paced_rate
 from p2p_trainer.tasks import load_task
 from p2p_trainer.tasks.base import Batch
 from p2p_trainer.throughput import (
+    MemoryGauge,
+    Stopped,
     Throughput,
     choose,
     inner_step,
-    measure_throughput,
+    measure_micro_batches,
+    memory_line,
+    paced_rate,
     shrinking_inner_step,
 )
-from p2p_trainer.training import LeaveFlag
 
 CPU = torch.device("cpu")
 SGD = InnerOptimizerSection(name="sgd", lr=0.1)
@@ -182,8 +183,7 @@ def test_a_device_that_does_not_hold_one_sample_is_an_error() -> None:
     model = task.build_model()
     with pytest.raises(DeviceError):
         shrinking_inner_step(task, model, build_inner_optimizer(model.parameters(), SGD), next(task.batches(0, 8)), 8)
-    with pytest.raises(DeviceError):
-        measure_throughput(task, model, SGD, CPU, seed=0, limit_seconds=0.01)
+    assert measure(task, SGD, limit_seconds=0.01) == ("memory", [])
 
 
 def test_an_error_that_is_not_about_memory_is_not_hidden() -> None:
@@ -192,43 +192,80 @@ def test_an_error_that_is_not_about_memory_is_not_hidden() -> None:
     with pytest.raises(RuntimeError, match="mat1"):
         shrinking_inner_step(task, model, build_inner_optimizer(model.parameters(), SGD), next(task.batches(0, 8)), 8)
     with pytest.raises(RuntimeError, match="mat1"):
-        measure_throughput(task, model, SGD, CPU, seed=0, limit_seconds=0.01)
+        measure(task, SGD, limit_seconds=0.01)
 
 
-def test_measuring_doubles_up_to_the_inner_batch_and_leaves_the_model_alone() -> None:
-    task = Regression()
+class Gauge(MemoryGauge):
+    """Ten bytes a sample on top of a hundred."""
+
+    def __init__(self, task: Regression) -> None:
+        super().__init__(CPU)
+        self._task = task
+
+    def reset(self) -> None:
+        self._task.sizes.clear()
+
+    def peak_bytes(self) -> int | None:
+        return 100 + 10 * max(self._task.sizes)
+
+
+def measure(
+    task: Regression, section: InnerOptimizerSection, limit_seconds: float = 2.0, budget_bytes: int | None = None
+) -> tuple[Stopped, list[Throughput]]:
     model = task.build_model()
-    before = copy.deepcopy(model.state_dict())
-    shares: list[float] = []
-    section = InnerOptimizerSection(batch_size=12)
-    throughput = measure_throughput(task, model, section, CPU, 0, limit_seconds=2.0, on_progress=shares.append)
-    assert list(dict.fromkeys(task.sizes)) == [1, 2, 4, 8, 12]
-    assert throughput.micro_batch in (1, 2, 4, 8, 12)
-    assert math.isfinite(throughput.samples_per_second)
-    assert throughput.samples_per_second > 0
-    assert throughput.measured_seconds > 0
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert all(param.grad is None for param in model.parameters())
-    assert shares == sorted(shares)
-    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    measured: list[Throughput] = []
+    stopped = measure_micro_batches(
+        task,
+        model,
+        build_inner_optimizer(model.parameters(), section),
+        section,
+        measured.append,
+        seed=0,
+        gauge=Gauge(task),
+        fixed_bytes=100,
+        budget_bytes=budget_bytes,
+        limit_seconds=limit_seconds,
+    )
+    return stopped, measured
+
+
+def test_measuring_doubles_up_to_the_inner_batch() -> None:
+    stopped, measured = measure(Regression(), InnerOptimizerSection(batch_size=12))
+    assert (stopped, [one.micro_batch for one in measured]) == ("done", [1, 2, 4, 8, 12])
+    assert [one.peak_bytes for one in measured] == [110, 120, 140, 180, 220]
+    assert all(one.makes_sense() and one.measured_seconds > 0 and one.steps > 0 for one in measured)
 
 
 def test_measuring_stops_growing_where_memory_runs_out() -> None:
     task = Regression(capacity=5)
-    throughput = measure_throughput(
-        task, task.build_model(), InnerOptimizerSection(batch_size=32), CPU, seed=0, limit_seconds=2.0
-    )
-    assert throughput.micro_batch <= 4
-    assert max(task.sizes) == 8
+    stopped, measured = measure(task, InnerOptimizerSection(batch_size=32))
+    assert (stopped, [one.micro_batch for one in measured]) == ("memory", [1, 2, 4])
+
+
+@pytest.mark.parametrize(("budget", "tried"), [(119, [1]), (120, [1, 2]), (139, [1, 2]), (179, [1, 2, 4])])
+def test_a_micro_batch_that_a_budget_would_not_hold_is_not_tried(budget: int, tried: list[int]) -> None:
+    stopped, measured = measure(Regression(), InnerOptimizerSection(batch_size=32), budget_bytes=budget)
+    assert (stopped, [one.micro_batch for one in measured]) == ("memory", tried)
 
 
 def test_a_machine_too_slow_for_the_limit_measures_one_micro_batch() -> None:
     task = Regression()
-    throughput = measure_throughput(
-        task, task.build_model(), InnerOptimizerSection(batch_size=4), CPU, seed=0, limit_seconds=1e-9
-    )
-    assert throughput.micro_batch == 1
-    assert task.sizes == [1] * 8  # one step that does not count, and one that does
+    stopped, measured = measure(task, InnerOptimizerSection(batch_size=4), limit_seconds=1e-9)
+    assert (stopped, [one.micro_batch for one in measured]) == ("time", [1])
+    assert task.sizes == [1] * 8, "one step that does not count, and one that does"
+
+
+def test_memory_over_the_micro_batch_is_a_line_through_what_was_measured() -> None:
+    def at(micro_batch: int, peak_bytes: int | None) -> Throughput:
+        return Throughput(samples_per_second=1.0, micro_batch=micro_batch, measured_seconds=1.0, peak_bytes=peak_bytes)
+
+    assert memory_line([], 0) is None and memory_line([at(1, None)], 0) is None
+    single = memory_line([at(2, 70)], 50)
+    assert single is not None and (single.at(1), single.at(2), single.at(8)) == (60, 70, 130)
+    line = memory_line([at(1, 60), at(2, 90), at(4, 90)], 50)
+    assert line is not None and (line.at(1), line.at(4), line.at(8)) == (60, 90, 130)
+    falling = memory_line([at(1, 60), at(4, 30)], 50)
+    assert falling is not None and falling.at(8) == 30, "more samples never take less"
 
 
 def test_the_smallest_micro_batch_within_five_percent_of_the_best_is_chosen() -> None:
@@ -241,20 +278,11 @@ def test_the_smallest_micro_batch_within_five_percent_of_the_best_is_chosen() ->
     assert choose(measured[:1]).micro_batch == 1
 
 
-def test_a_micro_batch_that_memory_would_not_hold_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process held 50 bytes before it measured, 130 at most since then, and 60 now."""
-    monkeypatch.setattr(throughput, "memory_left_bytes", lambda: 100)
-    monkeypatch.setattr(throughput, "resident_bytes", lambda: (50, 50))
-    memory = throughput._MemoryWatch(CPU)
-    monkeypatch.setattr(throughput, "resident_bytes", lambda: (60, 130))
-    assert memory.holds(1.3) and not memory.holds(2.0)
-    assert throughput._MemoryWatch(torch.device("cuda")).holds(2.0), "there torch itself says when it is full"
-    monkeypatch.setattr(throughput, "memory_left_bytes", lambda: None)
-    assert memory.holds(2.0), "where nothing is known"
-
-
 def test_a_slow_machine_is_not_measured_for_minutes() -> None:
     """At a sample in a quarter of an hour: a test that slept through a step would time out."""
     manifest = parse_manifest(example_manifest("digits"), source="a test")
     task = load_task("digits", manifest.model, manifest.data)
-    assert paced_rate(task, task.build_model(), manifest, 8, 0.001, LeaveFlag()) == 0.001
+    model, section = task.build_model(), manifest.inner_optimizer
+    optimizer = build_inner_optimizer(model.parameters(), section)
+    rate = paced_rate(task, model, optimizer, section, batch_size=8, micro_batch=8, at_most=0.001, check=lambda: None)
+    assert rate == 0.001
