@@ -44,6 +44,9 @@ COMMANDS = {
         "--eval-seconds",
         "--eval-samples",
         "--emulate",
+        "--memory",
+        "--micro-batch",
+        "--batch",
         "--strategy",
         "--train-fragments",
         "--allow-files",
@@ -53,6 +56,9 @@ COMMANDS = {
     "status": {"target", "--peer", "--wait-seconds", "--json", "--verbose", "-v"},
     "doctor": {"target", "--dir", "--settings", "--host", "--port", "--peer", "--device", "--wait-seconds"}
     | {"--allow-files", "--json", "--verbose", "-v"},
+    "plan": {"target", "--memory", "--up", "--down", "--device", "--threads", "--micro-batch", "--batch"}
+    | {"--strategy", "--train-fragments", "--settings", "--peer", "--wait-seconds", "--allow-files"}
+    | {"--json", "--verbose", "-v"},
     "rehearse": {"--peers", "--seconds", "--run", "--json", "--html", "--dir", "--keep", "--verbose", "-v"}
     | {"run", "--scene", "--churn", "--minutes", "--seed", "--simulate", "--virtual-time"},
 }
@@ -143,6 +149,24 @@ def test_exit_codes_are_a_promise() -> None:
 @pytest.mark.parametrize("invite", ["hello", INVITE[:-9], INVITE[:-1] + ("a" if INVITE[-1] != "a" else "b"), ""])
 def test_a_wrong_invite(command: str, invite: str) -> None:
     fails([command, invite], ExitCode.INVITE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--memory", "0"], ExitCode.USAGE, "--memory: '0' cannot be used"),
+        (["--memory", "lots"], ExitCode.USAGE, "such as 512M or 2G"),
+        (["--up", "nonsense"], ExitCode.USAGE, "--up: 'nonsense' cannot be used"),
+        (["--down", "0M"], ExitCode.USAGE, "--down: '0M' cannot be used"),
+        (["--micro-batch", "0"], ExitCode.USAGE, "--micro-batch"),
+        (["--strategy", "magic"], ExitCode.USAGE, "--strategy"),
+        (["--device", "toaster"], ExitCode.DEVICE, "toaster"),
+        (["--memory", "1M"], ExitCode.NO_PLAN, "of memory do not hold this run"),
+        (["--strategy", "checkpoint"], ExitCode.NO_PLAN, "not offered"),
+    ],
+)
+def test_a_plan_that_cannot_be_made(arguments: list[str], code: ExitCode, says: str) -> None:
+    fails(["plan", "digits", *arguments], code, says)
 
 
 def test_a_bootstrap_peer_needs_a_manifest() -> None:
