@@ -14,6 +14,8 @@ from p2p_trainer.nvml import NORMAL_REFUSALS, NvmlFacts, explain
 PROCESSES_BYTES = 550_000_000
 """What a peer's three processes take without a model: proportional set sizes of 310, 155 and 88 MB (digits, one
 thread)."""
+AVERAGING_BYTES = 243_000_000
+"""Of these, those of the averaging process and of its daemon."""
 _BYTES_PER_VALUE = 4
 _FRAGMENTS_OF_A_ROUND = 5.5
 """In use at most while two rounds overlap (README, "Memory of a round")."""

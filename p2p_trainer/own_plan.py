@@ -23,7 +23,6 @@ from p2p_trainer.tasks import Task
 from p2p_trainer.throughput import paced_rate, return_freed_memory
 from p2p_trainer.training import LeaveFlag
 from p2p_trainer.view import LiveView
-from peers.arena import BYTES_PER_ELEMENT, SharedArena
 from peers.fragments import FragmentLayout
 
 
@@ -32,14 +31,12 @@ class OwnPlan:
     """One peer's, from before it is made.
 
     :param model: as its task built it, on the CPU
-    :param arena: made, whether or not it holds anything
     """
 
     manifest: RunManifest
     task: Task
     model: torch.nn.Module
     layout: FragmentLayout
-    arena: SharedArena
     device: torch.device
     settings: PeerSettings
     seed: int
@@ -56,12 +53,11 @@ class OwnPlan:
             self.view.measuring(share)
 
         settings = self.settings
-        model_bytes = self.arena.resident_bytes + BYTES_PER_ELEMENT * self.layout.num_elements
         self._planner = Planner(
             manifest=self.manifest,
             task_version=self.task.version,
             model=model_of(self.model, self.manifest, self.device),
-            machine=machine_of(self.device, hardware, settings.memory_bytes, settings.emulate, model_bytes),
+            machine=machine_of(self.device, hardware, settings.memory_bytes, settings.emulate),
             hardware=hardware,
             threads=settings.threads,
             seed=self.seed,

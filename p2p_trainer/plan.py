@@ -136,6 +136,7 @@ def plan(
         compute_dtype=machine.compute_dtype,
         samples_per_second=rate,
         predicted_bytes=chosen.peak_bytes(micro_batch) if chosen.line is not None else None,
+        program_bytes=machine.program_bytes,
         reasons=tuple(reasons),
     )
 

@@ -164,7 +164,7 @@ def _plan(
 
     chosen = pick_device(settings.device)
     hardware = read_hardware(chosen, settings.dir or default_data_directory())
-    machine = machine_of(chosen, hardware, settings.memory_bytes, settings.emulate, None)
+    machine = machine_of(chosen, hardware, settings.memory_bytes, settings.emulate)
     if settings.memory_bytes is not None and (machine.budget_bytes or 0) < settings.memory_bytes:
         print(f"Only {memory_text(machine.budget_bytes or 0)} are free here: planned for that.", file=sys.stderr)
     told = False

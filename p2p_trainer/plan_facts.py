@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2p_trainer.compute import ComputeDtype
-from p2p_trainer.machine_checks import PROCESSES_BYTES
+from p2p_trainer.machine_checks import AVERAGING_BYTES, PROCESSES_BYTES
 from p2p_trainer.strategies import STRATEGIES, ModelFacts, StrategyName
 from p2p_trainer.throughput import Stopped, Throughput
 from peers.fragments import FragmentLayout
@@ -22,6 +22,8 @@ class Measurement:
     stopped: Stopped | None
     failure: str = ""
     """Why it ended early, for a person; empty where it did not."""
+    program_bytes: int | None = None
+    """What the measuring process held of the machine's memory without a model, its data read; None if not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +40,17 @@ class Machine:
     measured: Mapping[StrategyName, Measurement] = field(default_factory=dict)
     emulated_samples_per_second: float | None = None
     """It is slowed down to this."""
-    program_bytes: int = PROCESSES_BYTES
-    """What a peer's processes take without a model."""
 
     @property
     def one_memory(self) -> bool:
         """Whether the device computes in the machine's own memory."""
         return not self.device.startswith("cuda")
+
+    @property
+    def program_bytes(self) -> int:
+        """What a peer's processes take of the machine's memory without a model."""
+        known = [one.program_bytes for one in self.measured.values() if one.program_bytes is not None]
+        return max(known) + AVERAGING_BYTES if known else PROCESSES_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +113,8 @@ class Plan:
     """Alone; None if it was not measured."""
     predicted_bytes: int | None
     """Peak of the device's memory (on a CPU, of all of this peer's memory); None if it was not measured."""
+    program_bytes: int
+    """Of the machine's memory, what this peer's processes take without a model; on a CPU part of the prediction."""
     reasons: tuple[str, ...]
 
     def in_two_lines(self) -> list[str]:
@@ -127,5 +135,6 @@ class Plan:
             "compute_dtype": self.compute_dtype,
             "samples_per_second": self.samples_per_second,
             "predicted_bytes": self.predicted_bytes,
+            "program_bytes": self.program_bytes,
             "reasons": list(self.reasons),
         }

@@ -18,7 +18,6 @@ from torch import nn
 from dht_config.manifest import RunManifest
 from p2p_trainer.compute import compute_dtype_of
 from p2p_trainer.hardware import Hardware
-from p2p_trainer.machine_checks import PROCESSES_BYTES
 from p2p_trainer.plan import plan, probe_budget, trained_in_probe
 from p2p_trainer.plan_facts import Link, Machine, Measurement, Model, Plan, SwarmFacts, Wishes
 from p2p_trainer.probe import Prober, ProbeRequest
@@ -119,14 +118,11 @@ def wishes_of(settings: PeerSettings) -> Wishes:
     )
 
 
-def machine_of(
-    device: torch.device, hardware: Hardware, limit_bytes: int | None, emulate: float | None, model_bytes: int | None
-) -> Machine:
+def machine_of(device: torch.device, hardware: Hardware, limit_bytes: int | None, emulate: float | None) -> Machine:
     """The machine as a plan sees it before anything is measured.
 
     :param limit_bytes: of the device's memory, what a person lets this peer take at most
     :param emulate: samples a second that a person slows it down to
-    :param model_bytes: of host memory, what of a model is in this peer's processes already; None if they do not run yet
     """
     own = own_bytes()
     budget = hardware.device.free_bytes
@@ -144,7 +140,6 @@ def machine_of(
         host_budget_bytes=host_budget,
         compute_dtype=compute_dtype_of(device),
         emulated_samples_per_second=emulate,
-        program_bytes=PROCESSES_BYTES if model_bytes is None else max(0, own - model_bytes),
     )
 
 

@@ -34,7 +34,7 @@ from dht_config.errors import P2PTrainerError
 from dht_config.manifest import InnerOptimizerSection, RunManifest
 from p2p_trainer.compute import ComputeDtype, in_dtype
 from p2p_trainer.devices import pick_device, set_thread_count
-from p2p_trainer.hardware import data_bytes
+from p2p_trainer.hardware import anonymous_bytes, data_bytes
 from p2p_trainer.inner_optimizer import build_inner_optimizer
 from p2p_trainer.plan_facts import Measurement
 from p2p_trainer.strategies import StrategyName, build_strategy, facts_of, fixed_bytes
@@ -85,6 +85,13 @@ class _Beat:
 
 
 @dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Everything but a model."""
+
+    held_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Ended:
     stopped: Stopped | None
     failure: str = ""
@@ -104,7 +111,7 @@ class Prober:
         :raises P2PTrainerError: what a person can act on: data that are missing, a device that does not compute
         """
         results: list[Throughput] = []
-        share = 0.0
+        share, program_bytes = 0.0, None
         try:
             self._pipe.send(request)
             while True:
@@ -116,6 +123,8 @@ class Prober:
                     share = message.share
                 elif isinstance(message, Throughput):
                     results.append(message)
+                elif isinstance(message, _Loaded):
+                    program_bytes = message.held_bytes
                 else:
                     break
         except (EOFError, OSError):
@@ -127,7 +136,9 @@ class Prober:
             raise message.error
         if not all(one.makes_sense() for one in results):
             return Measurement(results=(), stopped=None, failure="it reported nonsense")
-        return Measurement(results=tuple(results), stopped=message.stopped, failure=message.failure)
+        return Measurement(
+            results=tuple(results), stopped=message.stopped, failure=message.failure, program_bytes=program_bytes
+        )
 
     def close(self) -> None:
         """End the process, and a measurement with it."""
@@ -236,6 +247,8 @@ def _measured(request: ProbeRequest, pipe: Connection) -> _Ended:
     if saves_host_memory(request.strategy, device):
         return_freed_memory()
     _warm_up(manifest.inner_optimizer, device)
+    held = anonymous_bytes()
+    pipe.send(_Loaded(held[0] if held is not None else None))
     gauge = MemoryGauge(device)
     if device.type == "cpu" and request.budget_bytes is not None:
         allow_no_more_than(request.budget_bytes + SLACK_BYTES)

@@ -170,7 +170,7 @@ class ProbeCache:
         """Memory ran out at this micro-batch while training: no later start tries it again with as little memory."""
         if (entry := self.read(key)) is not None:
             fitted = tuple(one for one in entry.measurement.results if one.micro_batch < micro_batch)
-            self.write(key, replace(entry, measurement=Measurement(results=fitted, stopped="memory")))
+            self.write(key, replace(entry, measurement=replace(entry.measurement, results=fitted, stopped="memory")))
 
     def _path(self, key: str) -> Path:
         return self._directory / f"{key}.json"
@@ -181,6 +181,7 @@ def _to_json(entry: Entry) -> dict[str, Any]:
         "format": FORMAT,
         "results": [asdict(one) for one in entry.measurement.results],
         "stopped": entry.measurement.stopped,
+        "program_bytes": entry.measurement.program_bytes,
         "budget_bytes": entry.budget_bytes,
         "drifted": entry.drifted,
     }
@@ -194,7 +195,11 @@ def _from_json(row: Mapping[str, Any]) -> Entry:
     if not (results or row["stopped"] == "memory") or not all(one.makes_sense() for one in results):
         raise ValueError("figures that nobody can have measured")
     return Entry(
-        measurement=Measurement(results=results, stopped=row["stopped"]),
-        budget_bytes=None if row["budget_bytes"] is None else int(row["budget_bytes"]),
+        measurement=Measurement(results=results, stopped=row["stopped"], program_bytes=_size(row["program_bytes"])),
+        budget_bytes=_size(row["budget_bytes"]),
         drifted=bool(row["drifted"]),
     )
+
+
+def _size(value: Any) -> int | None:
+    return None if value is None else int(value)

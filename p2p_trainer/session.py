@@ -421,7 +421,6 @@ class Session:
             task=task,
             model=prepared.model,
             layout=layout,
-            arena=arena,
             device=device,
             settings=self.settings,
             seed=data_seed(self.target.run_id, "measuring", self.restart),

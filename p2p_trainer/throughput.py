@@ -100,7 +100,7 @@ class MemoryGauge:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         held = anonymous_bytes() if device.type == "cpu" else None
-        self.before_bytes = held[0] if held is not None else None
+        self._before_bytes = held[0] if held is not None else None
 
     def reset(self) -> None:
         """Count from now on. A kernel that does not let us (clear_refs) goes on with the highest so far, which is the
@@ -119,7 +119,7 @@ class MemoryGauge:
         if self._device.type == "mps":
             return int(torch.mps.driver_allocated_memory())
         now = anonymous_bytes()
-        return max(0, now[1] - self.before_bytes) if now is not None and self.before_bytes is not None else None
+        return max(0, now[1] - self._before_bytes) if now is not None and self._before_bytes is not None else None
 
 
 def inner_step(

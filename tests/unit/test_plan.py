@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dht_config.errors import ExitCode, PlanError
 from dht_config.manifest import RunManifest, parse_manifest
+from p2p_trainer.machine_checks import AVERAGING_BYTES, PROCESSES_BYTES
 from p2p_trainer.plan import FIT, STEPS_PER_CYCLE, plan, probe_budget, trained_in_probe
 from p2p_trainer.plan_facts import NO_WISHES, Link, Machine, Measurement, Model, Plan, SwarmFacts, Wishes
 from p2p_trainer.strategies import STRATEGIES, ModelFacts, StrategyName, fixed_bytes
@@ -77,9 +78,8 @@ RAN_OUT = Measurement(results=(), stopped="memory")
 
 def machine(megabytes: int | None, **measured: Measurement) -> Machine:
     """A CPU that may give so much to bases, rounds and training: programs come on top."""
-    program = 500 * MEGABYTE
-    budget = None if megabytes is None else program + megabytes * MEGABYTE
-    return Machine(device="cpu", budget_bytes=budget, program_bytes=program, measured=dict(measured))  # type: ignore[arg-type]
+    budget = None if megabytes is None else PROCESSES_BYTES + megabytes * MEGABYTE
+    return Machine(device="cpu", budget_bytes=budget, measured=dict(measured))  # type: ignore[arg-type]
 
 
 def made(on: Machine, link: Link = UNKNOWN, wishes: Wishes = NO_WISHES, run: RunManifest | None = None) -> Plan:
@@ -95,7 +95,7 @@ def test_with_memory_to_spare_everything_is_kept_and_the_smallest_good_micro_bat
     chosen = made(machine(10_000, full=measured))
     assert (chosen.strategy, chosen.micro_batch, chosen.fragments, chosen.all_fragments) == ("full", 4, 8, 8)
     assert chosen.samples_per_second == 96.0
-    assert chosen.predicted_bytes == pytest.approx((500 + 107.5 + 160 + 4 * 200) * MEGABYTE)
+    assert chosen.predicted_bytes == pytest.approx((550 + 107.5 + 160 + 4 * 200) * MEGABYTE)
     assert "within 5 % of the best (8: 100 samples/s)" in chosen.reasons[1]
 
 
@@ -113,7 +113,7 @@ def test_where_plain_does_not_fit_activations_are_computed_again_and_the_reason_
     chosen = made(machine(500, full=FULL, checkpoint=CHECKPOINT))
     assert (chosen.strategy, chosen.micro_batch) == ("checkpoint", 1)
     assert "with activation checkpointing" in chosen.reasons[0]
-    assert "plain would need 923 MB" in chosen.reasons[0], chosen.reasons
+    assert "plain would need 970 MB" in chosen.reasons[0], chosen.reasons
 
 
 def test_a_probe_that_ran_out_of_memory_refutes_its_rung() -> None:
@@ -259,7 +259,6 @@ def card(megabytes: int, host_megabytes: int, **measured: Measurement) -> Machin
         host_budget_bytes=host_megabytes * MEGABYTE,
         compute_dtype="bfloat16",
         measured=dict(measured),  # type: ignore[arg-type]
-        program_bytes=500 * MEGABYTE,
     )
 
 
@@ -285,6 +284,15 @@ def test_a_probe_may_take_what_the_plan_has_for_it() -> None:
     assert budget == pytest.approx((FIT * 1000 - 107.5) * MEGABYTE, rel=1e-3)
     assert probe_budget(machine(None), manifest(), model(), "full") is None
     assert probe_budget(machine(1), manifest(), model(), "full") == 0
+
+
+def test_what_programs_take_is_measured_beside_the_model() -> None:
+    heavy = replace(FULL, program_bytes=900 * MEGABYTE)
+    assert machine(10_000, full=heavy).program_bytes == 900 * MEGABYTE + AVERAGING_BYTES
+    light = made(machine(10_000, full=FULL)).predicted_bytes
+    assert (
+        made(machine(10_000, full=heavy)).predicted_bytes == light + 900 * MEGABYTE + AVERAGING_BYTES - PROCESSES_BYTES
+    )
 
 
 def test_a_plan_is_told_in_two_lines_and_written_whole() -> None:

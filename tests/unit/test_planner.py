@@ -140,18 +140,17 @@ def hardware(kind: str, free: int, host_free: int = 10**10) -> Hardware:
 
 def test_what_a_peer_already_holds_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "own_bytes", lambda: 700)
-    cpu = machine_of(torch.device("cpu"), hardware("cpu", 1000), None, None, 100)
-    assert (cpu.budget_bytes, cpu.program_bytes, cpu.one_memory) == (1700, 600, True)
-    assert machine_of(torch.device("cpu"), hardware("cpu", 1000), 500, None, 100).budget_bytes == 500
-    assert machine_of(torch.device("cpu"), hardware("cpu", 1000), 5000, 2.0, 100).budget_bytes == 1700
-    assert machine_of(torch.device("cpu"), hardware("cpu", 1000), None, None, None).program_bytes > 10**8
+    cpu = machine_of(torch.device("cpu"), hardware("cpu", 1000), None, None)
+    assert (cpu.budget_bytes, cpu.one_memory) == (1700, True)
+    assert machine_of(torch.device("cpu"), hardware("cpu", 1000), 500, None).budget_bytes == 500
+    assert machine_of(torch.device("cpu"), hardware("cpu", 1000), 5000, 2.0).budget_bytes == 1700
 
 
 def test_a_card_has_two_memories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "own_bytes", lambda: 700)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 50)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    card = machine_of(torch.device("cuda", 0), hardware("cuda", 1000, 9000), None, None, 100)
+    card = machine_of(torch.device("cuda", 0), hardware("cuda", 1000, 9000), None, None)
     assert (card.budget_bytes, card.host_budget_bytes, card.one_memory) == (1050, 9700, False)
     assert card.compute_dtype == "bfloat16"
 

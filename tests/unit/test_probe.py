@@ -117,6 +117,7 @@ def test_a_probe_measures_every_micro_batch_and_leaves_nothing(prober_of: Callab
     assert (found.stopped, found.failure) == ("done", "")
     assert [one.micro_batch for one in found.results] == [1, 2, 4]
     assert all(one.peak_bytes is not None and one.samples_per_second > 0 for one in found.results)
+    assert found.program_bytes is not None and found.program_bytes > 10**7
     assert all(0 <= share <= 1 for share in shares)
     (forker,) = psutil.Process().children()
     assert not forker.children(recursive=True)

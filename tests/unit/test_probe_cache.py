@@ -28,6 +28,7 @@ def measured(*micro_batches: int, stopped: str = "done") -> Measurement:
             for size in micro_batches
         ),
         stopped=stopped,  # type: ignore[arg-type]
+        program_bytes=300,
     )
 
 
@@ -74,10 +75,28 @@ def test_what_no_measurement_depends_on_is_not() -> None:
         "[]",
         "null",
         '{"format": 99}',
-        json.dumps({"format": 1, "results": [], "stopped": "done", "budget_bytes": None, "drifted": False}),
-        json.dumps({"format": 1, "results": [{"x": 1}], "stopped": "done", "budget_bytes": None, "drifted": False}),
+        json.dumps(
+            {
+                "format": 1,
+                "results": [],
+                "stopped": "done",
+                "program_bytes": None,
+                "budget_bytes": None,
+                "drifted": False,
+            }
+        ),
+        json.dumps(
+            {
+                "format": 1,
+                "results": [{"x": 1}],
+                "stopped": "done",
+                "program_bytes": None,
+                "budget_bytes": None,
+                "drifted": False,
+            }
+        ),
         '{"format": 1, "results": [{"samples_per_second": NaN, "micro_batch": 1, "measured_seconds": 1}], '
-        '"stopped": "done", "budget_bytes": null, "drifted": false}',
+        '"stopped": "done", "program_bytes": None, "budget_bytes": null, "drifted": false}',
         "\x00\xff",
     ],
 )
