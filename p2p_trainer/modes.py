@@ -56,7 +56,7 @@ class Mode(Protocol):
 
 
 class LocalMode:
-    """Inner steps of the manifest's batch."""
+    """Inner steps of the manifest's batch, or of a smaller one with the learning rate that goes with it."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class LocalMode:
         self._section = manifest.inner_optimizer
         self._layout, self._arena = layout, arena
         self.micro_batch = micro_batch
-        self._lr_factor = lr_factor
-        self._batches = task.batches(seed, batch_size or self._section.batch_size)
+        self._seed = seed
+        self.take_batches_of(batch_size or self._section.batch_size, lr_factor)
 
     def step(self, lineage_samples: int, due: int | None, between: Callable[[], None]) -> tuple[float, int]:
         strategy = self._strategy
@@ -92,6 +92,15 @@ class LocalMode:
             between=between,
         )
         return loss, len(batch[0])
+
+    def take_batches_of(self, batch_size: int, lr_factor: float) -> None:
+        """From the next step on, with another order of the data.
+
+        :param lr_factor: times the manifest's learning rate
+        """
+        self._lr_factor = lr_factor
+        self._batches = self._task.batches(self._seed, batch_size)
+        self._seed += 1
 
     def samples_due(self, counts: Sequence[Counts], ledgers: Sequence[Ledger]) -> int | None:
         return None

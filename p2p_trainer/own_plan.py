@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +13,8 @@ from dht_config.manifest import RunManifest
 from p2p_trainer.compute import in_dtype
 from p2p_trainer.hardware import Hardware
 from p2p_trainer.metrics import MetricsWriter
+from p2p_trainer.modes import LocalMode, Mode
+from p2p_trainer.plan import batch_for, lr_factor_for
 from p2p_trainer.plan_facts import Link, Plan, SwarmFacts
 from p2p_trainer.planner import Planner, machine_of, model_of, wishes_of
 from p2p_trainer.probe import Prober, saves_host_memory
@@ -100,22 +103,28 @@ class OwnPlan:
             check=self.leave.check,
         )
 
-    def watch(self, plan: Plan) -> RealityWatch:
-        """Told by training how it goes; a person hears of it, and the next start knows it."""
+    def watch(self, plan: Plan, mode: Mode) -> RealityWatch:
+        """Told by training how it goes; a person hears of it, the batch follows, and the next start knows it."""
         measured = plan.samples_per_second if self.settings.emulate is None else None
+
+        def say(reason: str, **changes: Any) -> None:
+            self.metrics.write("plan", **{**plan.to_json(), **changes, "reasons": [reason]})
+            self.view.status(reason)
 
         def drifted(rate: float) -> None:
             self._planner.note_drift(plan)
-            self.metrics.write("drift", planned=measured, samples_per_second=rate)
-            self.view.status(
-                f"This machine makes {rate:.3g} samples/s, where {measured or 0:.3g} were measured: the next start "
-                "measures again."
-            )
+            batch_size, why = batch_for(self.manifest, rate, plan.cadence, wishes_of(self.settings))
+            factor = lr_factor_for(self.manifest, batch_size)
+            if isinstance(mode, LocalMode):
+                mode.take_batches_of(batch_size, factor)
+            reason = f"This machine now makes {rate:.3g} samples/s: the next start measures again. {' '.join(why)}"
+            say(reason.strip(), samples_per_second=rate, batch_size=batch_size, lr_factor=factor)
 
         def shrunk(too_big: int, fitted: int) -> None:
             self._planner.note_too_big(plan, too_big)
-            reason = f"Memory ran out in a step: micro-batch {fitted} instead of {too_big}, the batch stays."
-            self.metrics.write("plan", **{**plan.to_json(), "micro_batch": fitted, "reasons": [reason]})
-            self.view.status(reason)
+            say(
+                f"Memory ran out in a step: micro-batch {fitted} instead of {too_big}, the batch stays.",
+                micro_batch=fitted,
+            )
 
         return RealityWatch(measured, on_drift=drifted, on_shrunk=shrunk)

@@ -114,7 +114,7 @@ def plan(
         raise _nothing_fits(machine, candidates, wishes)
     micro_batch, rate, why_micro_batch = _micro_batch(machine, manifest, chosen, wishes)
     cadence, codec, why_line = plan_line(link, manifest, layout)
-    batch_size, why_batch = _batch(manifest, rate, cadence, wishes)
+    batch_size, why_batch = batch_for(manifest, rate, cadence, wishes)
     micro_batch = min(micro_batch, batch_size)
     reasons = [
         _why_strategy(machine, chosen, candidates, micro_batch, layout, wishes),
@@ -127,7 +127,7 @@ def plan(
     return Plan(
         micro_batch=micro_batch,
         batch_size=batch_size,
-        lr_factor=math.sqrt(batch_size / manifest.inner_optimizer.batch_size),
+        lr_factor=lr_factor_for(manifest, batch_size),
         strategy=chosen.strategy,
         fragments=chosen.fragments,
         all_fragments=layout.num_fragments,
@@ -325,8 +325,13 @@ def _nothing_fits(machine: Machine, candidates: Sequence[Candidate], wishes: Wis
 # ------------------------------------------------------ batch, and the rest
 
 
-def _batch(manifest: RunManifest, rate: float | None, cadence: int, wishes: Wishes) -> tuple[int, list[str]]:
-    """A peer too slow for 8 steps between its rounds takes a smaller batch; nobody takes a larger one."""
+def batch_for(manifest: RunManifest, rate: float | None, cadence: int, wishes: Wishes) -> tuple[int, list[str]]:
+    """(samples of an inner step, why, where it is not the run's).
+
+    A peer too slow for 8 steps between its rounds takes a smaller batch; nobody takes a larger one.
+
+    :param rate: samples a second
+    """
     of_run = manifest.inner_optimizer.batch_size
     if wishes.batch_size is not None:
         return min(wishes.batch_size, of_run), [f"Batch {min(wishes.batch_size, of_run)}, as you said."]
@@ -341,8 +346,13 @@ def _batch(manifest: RunManifest, rate: float | None, cadence: int, wishes: Wish
         return of_run, []
     return batch_size, [
         f"{_speed(rate)} make {steps:.2g} steps of {of_run} samples between two rounds of a fragment: batch "
-        f"{batch_size}, learning rate times {math.sqrt(batch_size / of_run):.2f}."
+        f"{batch_size}, learning rate times {lr_factor_for(manifest, batch_size):.2f}."
     ]
+
+
+def lr_factor_for(manifest: RunManifest, batch_size: int) -> float:
+    """Times the manifest's learning rate: a smaller batch's gradient is noisier, by the square root."""
+    return math.sqrt(batch_size / manifest.inner_optimizer.batch_size)
 
 
 def _why_dtype(machine: Machine) -> list[str]:

@@ -11,7 +11,7 @@ DRIFT_SECONDS = 60.0
 
 
 class RealityWatch:
-    """Told by the training loop what happens; tells each thing once.
+    """Told by the training loop what happens; tells of each change once.
 
     :param planned: samples a second that were measured; None if no rate is to be watched
     :param on_drift: given the rate as it is now
@@ -36,7 +36,7 @@ class RealityWatch:
         elif self._off_since is None:
             self._off_since = now
         elif now - self._off_since >= DRIFT_SECONDS:
-            self._planned = None
+            self._planned, self._off_since = samples_per_second, None
             self._on_drift(samples_per_second)
 
     def micro_batch(self, before: int, after: int) -> None:

@@ -507,7 +507,7 @@ class Session:
             leave=self.leave,
             checkpoint_directory=self.directory.path,
             checkpoint_meta={**self._checkpoint_meta(layout), "restart": self.restart},
-            watch=own_plan.watch(plan),
+            watch=own_plan.watch(plan, mode),
         )
         reason = trainer.train()
         ended = time.time()

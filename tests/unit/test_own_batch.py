@@ -35,6 +35,9 @@ def test_a_step_takes_the_plans_batch_and_its_learning_rate() -> None:
     loss, samples = mode.step(0, None, lambda: None)
     assert (samples, loss > 0) == (4, True)
     assert {group["lr"] for group in strategy.optimizer.param_groups} == {0.5 * manifest.inner_optimizer.lr}
+    mode.take_batches_of(3, 0.25)
+    assert mode.step(4, None, lambda: None)[1] == 3
+    assert {group["lr"] for group in strategy.optimizer.param_groups} == {0.25 * manifest.inner_optimizer.lr}
 
 
 @pytest.mark.parametrize(("samples", "steps", "batches"), [(160, 10, 16), (160, 40, 4), (160, 160, 1)])

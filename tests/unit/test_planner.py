@@ -186,6 +186,12 @@ def test_a_rate_that_is_off_for_a_minute_has_drifted(rate: float) -> None:
     for second in range(3):
         looking.rate(rate, DRIFT_SECONDS + second)
     assert told == [rate], "once"
+    for second in range(int(2 * DRIFT_SECONDS)):
+        looking.rate(rate, 100 + second)
+    assert told == [rate], "it is what is expected from then on"
+    for second in range(int(DRIFT_SECONDS) + 1):
+        looking.rate(2 * rate, 1000 + second)
+    assert told == [rate, 2 * rate]
 
 
 def test_a_rate_that_comes_back_has_not() -> None:
