@@ -57,7 +57,7 @@ SILENCE_SECONDS = 300.0
 one of a large model."""
 BEAT_SECONDS = 0.1
 JOIN_SECONDS = 1.0
-SLACK_BYTES = 64 * 1024 * 1024
+SLACK_BYTES = 32 * 1024 * 1024
 """Of a CPU's probe beyond its budget before an allocation is refused: stacks of threads, and what malloc holds back."""
 _PROC = Path("/proc")
 
