@@ -59,7 +59,7 @@ class OwnPlan:
         self._planner = Planner(
             manifest=self.manifest,
             task_version=self.task.version,
-            model=model_of(self.model, self.manifest, self.device),
+            model=model_of(self.model, self.manifest, self.device, settings.strategy),
             machine=machine_of(self.device, hardware, settings.memory_bytes, settings.emulate),
             hardware=hardware,
             threads=settings.threads,

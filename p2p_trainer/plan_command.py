@@ -178,7 +178,7 @@ def _plan(
     planner = Planner(
         manifest=manifest,
         task_version=task.version,
-        model=model_of(blank_model(task), manifest, chosen),
+        model=model_of(blank_model(task), manifest, chosen, settings.strategy),
         machine=machine,
         hardware=hardware,
         threads=settings.threads,

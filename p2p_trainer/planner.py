@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import nn
 
+from dht_config.errors import UsageError
 from dht_config.manifest import RunManifest
 from p2p_trainer.compute import compute_dtype_of
 from p2p_trainer.hardware import Hardware
@@ -143,9 +144,16 @@ def machine_of(device: torch.device, hardware: Hardware, limit_bytes: int | None
     )
 
 
-def model_of(model: nn.Module, manifest: RunManifest, device: torch.device) -> Model:
-    """:param model: as its task built it, on any device, also on meta"""
+def model_of(
+    model: nn.Module, manifest: RunManifest, device: torch.device, wished: StrategyName | None = None
+) -> Model:
+    """:param model: as its task built it, on any device, also on meta
+
+    :raises UsageError: the wished strategy is not for this model, device or run
+    """
     mode = manifest.averaging.mode
+    if wished is not None and (reason := why_not(wished, model, device, mode)):
+        raise UsageError(f"The memory strategy {wished} cannot be used. {reason}", "Leave --strategy out.")
     return Model(
         layout=layout_of(model, manifest),
         facts=facts_of(model),

@@ -50,6 +50,8 @@ from peers.process import SwarmHandle
 REPORT_SECONDS = 1.0
 ACCOUNT_SECONDS = 5.0
 RATE_WINDOW_SECONDS = 20.0
+EVALUATION_SECONDS = 5.0
+"""About as long may an evaluation take: no step is made meanwhile, and no round gets a snapshot."""
 WAIT_SECONDS = 0.2
 """For messages, while there is nothing to compute."""
 QUIET_SECONDS = 2.0
@@ -226,6 +228,7 @@ class Trainer:
         self._history: list[tuple[float, int]] = []
         self._losses: list[float] = []
         self._held_out: list[Batch] | None = None
+        self._evaluated = False
         self._wanted = strategy.trained
         """Fragments to train from the next step on."""
 
@@ -453,8 +456,18 @@ class Trainer:
 
         self._with_quiet_arena(copy_base)
         with self.strategy.on_base(base):
-            loss = mean_loss(self.task, self.strategy.model, self._held_out)
+            if not self._evaluated:
+                self._held_out = self._as_many_as_time_allows(self._held_out)
+                self._evaluated = True
+            loss = mean_loss(self.task, self.strategy.model, self._held_out, check=self.leave.check)
         self.metrics.write("eval", version=min(versions), samples=samples, loss=loss)
+
+    def _as_many_as_time_allows(self, batches: list[Batch]) -> list[Batch]:
+        """Of the held-out samples, by how long the first ones take; spread over them, and the same from then on."""
+        began = time.monotonic()
+        mean_loss(self.task, self.strategy.model, batches[:1])
+        seconds = (time.monotonic() - began) * len(batches)
+        return batches[:: max(1, math.ceil(seconds / EVALUATION_SECONDS))]
 
     def checkpoint_contents(
         self, fragments: list[FragmentMeta], *, clean: bool

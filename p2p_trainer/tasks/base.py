@@ -64,8 +64,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return tuple(tensor.to(device, non_blocking=True) for tensor in batch)
 
 
-def mean_loss(task: Task, model: nn.Module, batches: Sequence[Batch]) -> float:
+def mean_loss(
+    task: Task, model: nn.Module, batches: Sequence[Batch], *, check: Callable[[], None] = lambda: None
+) -> float:
     """Evaluate the model: the mean loss over the samples of ``batches``, without gradients.
+
+    :param check: called between batches; may raise
 
     The model is put into evaluation mode and back. Raises ValueError if there are no samples.
     """
@@ -76,8 +80,11 @@ def mean_loss(task: Task, model: nn.Module, batches: Sequence[Batch]) -> float:
     was_training = model.training
     model.eval()
     try:
+        total = 0.0
         with torch.no_grad():
-            total = sum(float(task.loss(model, to_device(batch, device))) * len(batch[0]) for batch in batches)
+            for batch in batches:
+                check()
+                total += float(task.loss(model, to_device(batch, device))) * len(batch[0])
     finally:
         model.train(was_training)
     return total / samples

@@ -1,6 +1,8 @@
 """Four peers with 1, 0.6, 0.4 and 0.25 of the memory that training everything takes: all train, none is killed.
 
-What is shared out is the memory of the model and its training; the programs themselves take what they take.
+What is shared out is the memory of the model and its training. Programs take what they take, and so do what the kernel
+counts beside them (files, page tables) and the process that measures: a quarter of all that a peer of such a small model
+takes would not hold the programs.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from p2p_trainer.plan import FIT
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
 SHARES = (1.0, 0.6, 0.4, 0.25)
+ROOM_MEGABYTES = 150
 WIDE_AND_NARROW = """
 [run]
 name = "budgets"
@@ -52,7 +55,7 @@ def test_peers_with_little_memory_save_it_as_far_as_they_must(swarm: Swarm) -> N
     assert asked.exit_code() == 0, asked.text
     plain = json.loads(asked.text.splitlines()[-1])
     for_the_model = (plain["predicted_bytes"] - plain["program_bytes"]) / FIT
-    budgets = [math.ceil((plain["program_bytes"] + share * for_the_model) / 2**20) for share in SHARES]
+    budgets = [math.ceil((plain["program_bytes"] + share * for_the_model) / 2**20) + ROOM_MEGABYTES for share in SHARES]
     directory, report_file = swarm.path / "rehearsal", swarm.path / "report.json"
     rehearsal = swarm.run(
         "rehearsal",

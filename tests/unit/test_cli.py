@@ -162,7 +162,7 @@ def test_a_wrong_invite(command: str, invite: str) -> None:
         (["--strategy", "magic"], ExitCode.USAGE, "--strategy"),
         (["--device", "toaster"], ExitCode.DEVICE, "toaster"),
         (["--memory", "1M"], ExitCode.NO_PLAN, "of memory do not hold this run"),
-        (["--strategy", "checkpoint"], ExitCode.NO_PLAN, "not offered"),
+        (["--strategy", "checkpoint"], ExitCode.USAGE, "cannot be used"),
     ],
 )
 def test_a_plan_that_cannot_be_made(arguments: list[str], code: ExitCode, says: str) -> None:
