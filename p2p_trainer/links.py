@@ -107,18 +107,6 @@ class LinkSpec:
         return "/".join(pieces) or UNLIMITED
 
 
-def read_rate(text: str) -> float:
-    """Read a rate such as ``10M`` or ``256k``, in k, M or G bit/s.
-
-    Returns: bits a second.
-    Raises: ValueError saying what is wrong, for a person.
-    """
-    match = _RATE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
-        raise ValueError("a rate is a number of k, M or G bit/s above 0, such as 10M")
-    return float(match[1]) * _BITS_PER_SECOND[match[2]]
-
-
 @dataclass(frozen=True, slots=True)
 class Availability:
     """Whether links can be emulated here; false values say why not, for a person."""

@@ -69,7 +69,9 @@ class OwnPlan:
             alive=alive,
             say=self.view.status,
         )
-        plan = self._planner.plan(Link(), SwarmFacts(), wishes_of(settings))
+        allowed = settings.up_bytes_per_second
+        link = Link(up=8 * allowed if allowed is not None else None)
+        plan = self._planner.plan(link, SwarmFacts(), wishes_of(settings))
         self.metrics.write("plan", **plan.to_json())
         for line in plan.in_two_lines():
             self.view.status(line)

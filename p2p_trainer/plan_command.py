@@ -12,8 +12,7 @@ import typer
 
 from dht_config.address import parse_addresses
 from dht_config.errors import UsageError
-from p2p_trainer.links import read_rate
-from p2p_trainer.machines import memory_text
+from p2p_trainer.machines import memory_text, read_rate
 from p2p_trainer.reporting import Reporting, log_to_stderr
 from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addresses
 

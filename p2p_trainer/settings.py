@@ -206,7 +206,11 @@ def _check(settings: PeerSettings, where: Callable[[str], str]) -> None:
         except ValidationError as error:
             raise SettingsError(f"{where(name)}: {error.errors()[0]['msg']}.", "Correct it or leave it out.") from error
     parse_given_addresses(settings.peer, where("peer"))
-    for name, value in (("upload_limit", "up_bytes_per_second"), ("daily_traffic", "daily_bytes"), ("memory", "memory_bytes")):
+    for name, value in (
+        ("upload_limit", "up_bytes_per_second"),
+        ("daily_traffic", "daily_bytes"),
+        ("memory", "memory_bytes"),
+    ):
         try:
             getattr(settings, value)
         except ValueError as error:
