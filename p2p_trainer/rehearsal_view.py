@@ -99,6 +99,7 @@ def _summary(report: Report) -> list[str]:
     memories = [memory for peer in report.peers if (memory := memory_in_words(peer))]
     if memories:
         lines.append(f"Memory taken at most: {'; '.join(memories)}.")
+    lines.extend(f"{peer.name} planned: {peer.plan}" for peer in report.peers if peer.memory_limit_bytes and peer.plan)
     lines.append(f"Left behind: {', '.join(report.leftovers) or 'nothing'}.")
     return [*lines, verdict(report)]
 

@@ -99,6 +99,8 @@ class PeerReport:
     """How many of them the kernel killed because the limit was reached."""
     out_of_memory: list[float]
     """When it ended for that reason, in seconds after training began; 0: before."""
+    plan: str = ""
+    """How it saved memory, and why, in its own words; empty if it did not say."""
 
     @property
     def participation(self) -> float:
@@ -291,6 +293,7 @@ def _peer_report(account: Account, credited_by_all: float, every_nth: int | None
         memory_peak_bytes=memory.peak_bytes if memory is not None else None,
         memory_kills=memory.kills if memory is not None else 0,
         out_of_memory=life.out_of_memory,
+        plan=next((str(event["reasons"][0]) for event in of_kind(account.peer.events, "plan") if event["reasons"]), ""),
     )
 
 

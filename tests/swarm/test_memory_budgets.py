@@ -77,6 +77,7 @@ def test_peers_with_little_memory_save_it_as_far_as_they_must(swarm: Swarm) -> N
         assert plan["predicted_bytes"] <= budget << 20
         printed = (directory / f"peer-{peer['name']}.log").read_text()
         assert f"Plan: {plan['reasons'][0]}" in printed
+        assert f"{peer['name']} planned: {plan['reasons'][0]}" in rehearsal.text
         strategies.append(plan["strategy"])
         assert ("plain" in plan["reasons"][0]) == (plan["strategy"] != "full")
     assert strategies[0] == "full" and "full" not in strategies[1:]

@@ -49,6 +49,8 @@ COMMANDS = {
         "--batch",
         "--strategy",
         "--train-fragments",
+        "--upload-limit",
+        "--daily-traffic",
         "--allow-files",
     },
     "bootstrap": COMMON | SHOWN | {"target"},

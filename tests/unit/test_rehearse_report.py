@@ -501,6 +501,10 @@ def test_the_forecast_tells_nat_and_want_of_memory() -> None:
     (peer,) = build_report(RUN, [record]).peers
     assert forecast(peer).startswith("8 on 2 Mbit/s behind NAT took part in 67 %")
     assert memory_in_words(peer) == "8 600 MB of 2 GB"
+    assert peer.plan == ""
+    reasons = ["2 GB: micro-batch 1 with activation checkpointing.", "And more."]
+    planned = dataclasses.replace(record, events=[event(1.0, "plan", reasons=reasons), *record.events])
+    assert build_report(RUN, [planned]).peers[0].plan == reasons[0]
     assert (peer.memory_limit_bytes, peer.memory_peak_bytes, peer.memory_kills) == (2 << 30, 600 << 20, 0)
     events = [one for one in fast_peer() if one["event"] == "throughput"]
     starved = PeerRecord(name="8", events=events, killed=True, life=life(joins=[0.0], out_of_memory=[0.0]), memory=use)
