@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +15,7 @@ from dht_config.errors import DirectoryError, ExitCode, InviteError, P2PTrainerE
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest
 from p2p_trainer.json_lines import JsonLines
-from p2p_trainer.scene import SceneError
+from p2p_trainer.reporting import Reporting, log_to_stderr
 from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addresses
 
 if TYPE_CHECKING:
@@ -177,8 +174,8 @@ def status(
     verbose: Verbose = False,
 ) -> None:
     """Show who is in a run: how fast, at which version, and how much each contributed."""
-    _log_to_stderr(verbose)
-    with _Reporting(as_json):
+    log_to_stderr(verbose)
+    with Reporting(as_json):
         import asyncio
 
         from p2p_trainer.logs import quiet_libraries
@@ -249,8 +246,8 @@ def doctor(
     Looks at the device, memory and limits; with an invite also at the clock, the run, who is in it, whether others can
     reach this machine, and how much it would transfer. Ends with 0 if nothing is wrong, with 25 if something is.
     """
-    _log_to_stderr(verbose)
-    with _Reporting(as_json):
+    log_to_stderr(verbose)
+    with Reporting(as_json):
         flags = {
             "dir": directory,
             "host": host,
@@ -346,8 +343,8 @@ def rehearse(
     Prints what each peer achieved alone and in the swarm, how much of it counted, and what such a machine on such a
     line is to the swarm.
     """
-    _log_to_stderr(verbose)
-    with _Reporting(as_json=False):
+    log_to_stderr(verbose)
+    with Reporting(as_json=False):
         if minutes is not None and seconds is not None:
             raise UsageError("--minutes and --seconds say the same.", "Give one of them.")
         if run is not None and run_option is not None:
@@ -398,7 +395,7 @@ def example(
     name: Annotated[str | None, typer.Argument(help="stdlib-text or digits; without it, both names.")] = None,
 ) -> None:
     """Print a shipped run manifest, to make your own from: p2p-trainer example stdlib-text > run.toml"""
-    with _Reporting(as_json=False):
+    with Reporting(as_json=False):
         sys.stdout.write(example_manifest(name) if name is not None else "".join(f"{one}\n" for one in EXAMPLES))
 
 
@@ -414,8 +411,8 @@ def _live(
     verbose: bool,
 ) -> None:
     """Run one peer until it is asked to leave."""
-    _log_to_stderr(verbose)
-    with _Reporting(as_json) as reporting:
+    log_to_stderr(verbose)
+    with Reporting(as_json) as reporting:
         settings = load_settings(flags, settings_file)
         from rich.console import Console
 
@@ -467,56 +464,6 @@ def _machines_part(error: P2PTrainerError, settings: PeerSettings, target: RunTa
     from p2p_trainer.doctor import Patient, failing_lines
 
     return failing_lines(error, Patient(settings=settings, target=target, addresses=()))
-
-
-class _Reporting:
-    """Turns failures into one line on standard error (or one JSON object) and an exit code."""
-
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-        self.look_into: Callable[[], list[str]] = list[str]
-        """Gives further lines about a failure, once it has been told."""
-
-    def __enter__(self) -> _Reporting:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, typer.Exit | SystemExit):
-            return
-        if isinstance(error, KeyboardInterrupt):
-            raise typer.Exit(ExitCode.INTERRUPTED) from None
-        if isinstance(error, P2PTrainerError):
-            self._fail(
-                error.problem, error.remedy, error.exit_code, error.excerpt if isinstance(error, SceneError) else ""
-            )
-        if isinstance(error, MemoryError):
-            self._fail("The machine's memory does not suffice.", "Close other programs.", ExitCode.LIMITS)
-        logging.getLogger(__name__).debug("Unexpected failure", exc_info=error)
-        self._fail(
-            f"Unexpected failure: {type(error).__name__}: {error}.",
-            "Run it again with --verbose and report what it prints.",
-            ExitCode.UNEXPECTED,
-        )
-
-    def _fail(self, problem: str, remedy: str, code: ExitCode, excerpt: str = "") -> NoReturn:
-        one_line = " ".join(f"{problem} {remedy}".split())
-        if self._as_json:
-            print(json.dumps({"error": problem, "remedy": remedy, "exit_code": int(code)}), flush=True)
-        print(f"p2p-trainer: {one_line}", file=sys.stderr, flush=True)
-        if excerpt:
-            print(excerpt, file=sys.stderr, flush=True)
-        with suppress(KeyboardInterrupt):  # the failure has been told: whoever does not wait for more gets its code
-            for line in self.look_into():
-                print(line, file=sys.stderr, flush=True)
-        raise typer.Exit(int(code)) from None
-
-
-def _log_to_stderr(verbose: bool) -> None:
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from dht_config.manifest import PROTOCOL_VERSION, parse_manifest
 from dht_config.manifest import example_manifest as example
 from dht_config.records import PeerProfile, SignedManifest, sign_manifest
 from p2p_trainer import doctor
-from p2p_trainer.cli import _Reporting, app
+from p2p_trainer.cli import app
 from p2p_trainer.doctor import CHECKS, MACHINE_CHECKS, SWARM_CHECKS, Patient, examine_machine, failing_lines
 from p2p_trainer.findings import Finding
 from p2p_trainer.hardware import DeviceFacts
@@ -39,6 +39,7 @@ from p2p_trainer.machine_checks import (
     need_of,
 )
 from p2p_trainer.nvml import CardFacts, NvmlFacts, Refusal
+from p2p_trainer.reporting import Reporting
 from p2p_trainer.settings import PeerSettings
 from p2p_trainer.swarm_checks import (
     judge_clock,
@@ -422,7 +423,7 @@ def test_who_does_not_wait_for_the_look_at_the_machine_gets_the_failures_exit_co
     def interrupted() -> list[str]:
         raise KeyboardInterrupt
 
-    with pytest.raises(typer.Exit) as ended, _Reporting(as_json=False) as reporting:
+    with pytest.raises(typer.Exit) as ended, Reporting(as_json=False) as reporting:
         reporting.look_into = interrupted
         raise DeviceError("cuda:0 is not there.", "Check it.")
     assert ended.value.exit_code == int(ExitCode.DEVICE)

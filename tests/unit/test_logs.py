@@ -15,11 +15,11 @@ from peers.process import _note_stray_exception
 
 SCRIPT = """
 import asyncio, logging, os, sys
-from p2p_trainer.cli import _log_to_stderr
+from p2p_trainer.reporting import log_to_stderr
 from p2p_trainer.logs import quiet_libraries
 
 verbose = sys.argv[1] == "verbose"
-_log_to_stderr(verbose)
+log_to_stderr(verbose)
 if sys.argv[2] == "imported before":
     import hivemind
     logging.getLogger("hivemind.averaging.own").addHandler(logging.StreamHandler())
