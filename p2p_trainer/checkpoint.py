@@ -81,17 +81,21 @@ def save_checkpoint(directory: Path, tensors: Mapping[str, Tensor], meta: Mappin
         _remove(temporary)
 
 
-def load_checkpoint(directory: Path, on_warning: Callable[[str], None]) -> Checkpoint | None:
+def load_checkpoint(
+    directory: Path, on_warning: Callable[[str], None], *, only_look: bool = False
+) -> Checkpoint | None:
     """Read the newest good checkpoint of a directory; None if there is none.
 
     A file that is truncated, empty or damaged costs a warning, never an error: the one before it is read, and
     without that the caller starts from the swarm's state. What a killed save has left is removed.
 
     :param on_warning: called with one sentence for each file that could not be used.
+    :param only_look: the directory is another process's, which may be saving: nothing in it is touched
 
     Raises CheckpointError if a file is there but may not be read: nothing is wrong with what it holds.
     """
-    _remove(directory / _TEMPORARY_NAME)
+    if not only_look:
+        _remove(directory / _TEMPORARY_NAME)
     newest, previous = directory / NEWEST_NAME, directory / PREVIOUS_NAME
     for path, otherwise in ((newest, "using the one before it"), (previous, "no checkpoint is left")):
         try:
@@ -102,7 +106,7 @@ def load_checkpoint(directory: Path, on_warning: Callable[[str], None]) -> Check
             if path == newest and not previous.exists():
                 otherwise = "there is none before it"
             on_warning(f"The checkpoint {path} is damaged ({error}): {otherwise}.")
-            if path == newest:
+            if path == newest and not only_look:
                 with contextlib.suppress(OSError):  # a read-only directory: nothing can push the good one out
                     os.replace(newest, directory / DAMAGED_NAME)
         except OSError as error:
@@ -111,6 +115,19 @@ def load_checkpoint(directory: Path, on_warning: Callable[[str], None]) -> Check
                 remedy="Make it readable for this user, or move it away to start without it.",
             ) from error
     return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read one file as ``save_checkpoint`` writes it.
+
+    Raises CheckpointError if it is missing, may not be read, or is damaged.
+    """
+    try:
+        return _read(path)
+    except (OSError, _Damaged) as error:
+        raise CheckpointError(
+            problem=f"The checkpoint {path} cannot be read ({_reason(error)}).", remedy="Give another one."
+        ) from error
 
 
 def optimizer_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -14,6 +14,7 @@ from dht_config.address import parse_addresses
 from dht_config.errors import DirectoryError, ExitCode, InviteError, P2PTrainerError, RehearsalError, UsageError
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest
+from p2p_trainer import organiser_commands
 from p2p_trainer.json_lines import JsonLines
 from p2p_trainer.reporting import Reporting, log_to_stderr
 from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addresses
@@ -397,6 +398,10 @@ def example(
     """Print a shipped run manifest, to make your own from: p2p-trainer example stdlib-text > run.toml"""
     with Reporting(as_json=False):
         sys.stdout.write(example_manifest(name) if name is not None else "".join(f"{one}\n" for one in EXAMPLES))
+
+
+for command in (organiser_commands.export,):
+    app.command()(command)
 
 
 def _live(

@@ -14,6 +14,9 @@ from dht_config.records import SignedManifest
 from p2p_trainer.limits import nearest_existing
 from peers.daemon import make_socket_directory
 
+SIGNED_MANIFEST_NAME = "manifest.signed"
+METRICS_NAME = "metrics.jsonl"
+
 
 class RunDirectory:
     """Checked to be writable and locked against a second peer for as long as this object lives.
@@ -43,7 +46,7 @@ class RunDirectory:
 
     @property
     def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS_NAME
 
     @property
     def socket_note_path(self) -> Path:
@@ -79,14 +82,14 @@ class RunDirectory:
     def signed_manifest(self) -> SignedManifest | None:
         """The manifest of the last start, if it is there and intact."""
         try:
-            signed = SignedManifest.from_payload((self.path / "manifest.signed").read_bytes())
+            signed = SignedManifest.from_payload((self.path / SIGNED_MANIFEST_NAME).read_bytes())
             signed.verify()
         except (OSError, RecordError):
             return None
         return signed
 
     def keep_signed_manifest(self, signed: SignedManifest) -> None:
-        self.write_atomically("manifest.signed", signed.to_payload())
+        self.write_atomically(SIGNED_MANIFEST_NAME, signed.to_payload())
 
     def write_atomically(self, name: str, data: bytes) -> None:
         """:raises DirectoryError:"""
