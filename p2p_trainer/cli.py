@@ -400,7 +400,7 @@ def example(
         sys.stdout.write(example_manifest(name) if name is not None else "".join(f"{one}\n" for one in EXAMPLES))
 
 
-for command in (organiser_commands.export,):
+for command in (organiser_commands.new, organiser_commands.export):
     app.command()(command)
 
 

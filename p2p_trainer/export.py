@@ -131,8 +131,11 @@ def export(exported: ExportedBase, destination: Path) -> None:
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
-        partial.chmod(0o777 & ~_umask())
         _write(exported, partial)
+        umask = _umask()
+        partial.chmod(0o777 & ~umask)
+        for file in partial.iterdir():  # some are written for their owner only
+            file.chmod(0o666 & ~umask)
         os.replace(partial, destination)
     except (OSError, SafetensorError) as error:
         raise DirectoryError(

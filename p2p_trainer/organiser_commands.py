@@ -3,16 +3,95 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dht_config.errors import DirectoryError, UsageError
 from p2p_trainer.reporting import Reporting, log_to_stderr
+
+if TYPE_CHECKING:
+    from p2p_trainer.proposal import Proposal, Wishes
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens inside, to standard error.")]
+
+
+_NUMBER = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([kMGB]?)(?:bit/s)?", re.ASCII)
+_TIMES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
+
+
+def new(
+    name: Annotated[str, typer.Argument(help="The run's name: lower-case letters, digits, hyphens.")],
+    task: Annotated[str | None, typer.Option(help="text, digits, or an installed task.", show_default="text")] = None,
+    parameters: Annotated[
+        str | None, typer.Option(help="About how many parameters the model has, such as 10M.", show_default="10M")
+    ] = None,
+    volunteers: Annotated[int | None, typer.Option(help="How many you expect.", show_default="8")] = None,
+    slowest_up: Annotated[
+        str | None,
+        typer.Option(help="What the slowest tenth of their lines sends, such as 10M (bit/s).", show_default="10M"),
+    ] = None,
+    fastest: Annotated[
+        float | None,
+        typer.Option(help="Samples a second of the fastest machine with this model, if measured.", show_default=False),
+    ] = None,
+    sequence_length: Annotated[int, typer.Option(min=1, max=1_048_576, help="Tokens of one sample of text.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, max=2**20, help="Samples per inner step.")] = 8,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; - for standard output.", show_default="NAME.toml")
+    ] = None,
+) -> None:
+    """Write the manifest of a new run, set to fit its model, its volunteers and their lines, with a forecast.
+
+    In a terminal it asks for what no option says; elsewhere the defaults hold.
+    """
+    with Reporting(as_json=False):
+        asks = sys.stdin.isatty() and sys.stderr.isatty()
+
+        def ask(question: str, given: str | None, default: str) -> str:
+            if given is not None or not asks:
+                return given if given is not None else default
+            return str(typer.prompt(question, default=default, err=True))
+
+        path = out if out is not None else Path(f"{name}.toml")
+        if str(path) != "-" and path.exists():
+            raise DirectoryError(f"{path} is there already.", "Give another file with --out, or move it away.")
+        task = ask("Task (text, digits, or an installed one)", task, "text")
+        # The digits task's model is as big as it is.
+        wanted = "5k" if task == "digits" else ask("About how many parameters", parameters, "10M")
+        expected = ask("How many volunteers", str(volunteers) if volunteers is not None else None, "8")
+        up = ask("What the slowest tenth of their lines sends, in bit/s", slowest_up, "10M")
+
+        from p2p_trainer.proposal import Wishes, forecast_lines
+
+        wishes = Wishes(
+            name=name,
+            task=task,
+            parameters=int(_number("--parameters", wanted, least=1000, most=1e12)),
+            volunteers=int(_number("--volunteers", expected, least=1, most=1e6)),
+            slowest_up_bits_per_second=_number("--slowest-up", up, least=1e3, most=1e12),
+            fastest_samples_per_second=None if fastest is None else _number("--fastest", str(fastest), 1e-6, 1e9),
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+        )
+        text, proposal = _checked(wishes)
+        if str(path) == "-":
+            sys.stdout.write(text)
+            return
+        try:
+            path.write_text(text)
+        except OSError as error:
+            raise DirectoryError(
+                f"{path} cannot be written: {error.strerror or error}.", "Give another file with --out."
+            ) from error
+        print("\n".join([f"{path} is written.", *(f"- {line}" for line in forecast_lines(proposal)), ""]))
+        print(f"Open the door with:\n\n  p2p-trainer bootstrap {path}")
 
 
 def export(
@@ -43,3 +122,37 @@ def export(
                 f"{out}: {exported.signed.run_id()}, versions {min(versions)} to {max(versions)}, "
                 f"{exported.layout.num_elements:,} parameters, {exported.total_samples:,} {exported.task.unit} in it."
             )
+
+
+def _checked(wishes: Wishes) -> tuple[str, Proposal]:
+    """The manifest, after it was read as every peer will read it, and the proposal behind it.
+
+    :raises ManifestError: a name or a task that cannot be used
+    """
+    from dht_config.manifest import parse_manifest
+    from p2p_trainer.manifest_template import manifest_text
+    from p2p_trainer.proposal import propose
+    from p2p_trainer.target import check_model, manifest_target
+
+    proposal = propose(wishes, None if wishes.task == "text" else wishes.parameters)
+    text = manifest_text(proposal, datetime.now(timezone.utc))
+    manifest = parse_manifest(text, "the proposal")
+    target = manifest_target(manifest)
+    if wishes.task in ("text", "digits") and target.task is not None:
+        layout = check_model(manifest, target.task)
+        if layout.num_elements != proposal.parameters:  # the digits' own
+            proposal = propose(wishes, layout.num_elements)
+            text = manifest_text(proposal, datetime.now(timezone.utc))
+    return text, proposal
+
+
+def _number(option: str, text: str, least: float, most: float) -> float:
+    """Read ``10M``. :raises UsageError:"""
+    match = _NUMBER.fullmatch(text.strip())
+    value = float(match[1]) * _TIMES[match[2]] if match else math.nan
+    if not least <= value <= most:
+        raise UsageError(
+            f"{option}: {text!r} cannot be used, it must be a number from {least:g} to {most:g}, such as 8 or 10M.",
+            "Correct it or leave it out.",
+        )
+    return value

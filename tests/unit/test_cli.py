@@ -48,6 +48,8 @@ COMMANDS = {
     },
     "bootstrap": COMMON | SHOWN | {"target"},
     "example": {"name"},
+    "new": {"name", "--task", "--parameters", "--volunteers", "--slowest-up", "--fastest", "--sequence-length"}
+    | {"--batch-size", "--out"},
     "export": {"run_directory", "out", "--json", "--verbose", "-v"},
     "status": {"target", "--peer", "--wait-seconds", "--json", "--verbose", "-v"},
     "doctor": {"target", "--dir", "--settings", "--host", "--port", "--peer", "--device", "--wait-seconds"}
