@@ -59,23 +59,42 @@ def save_checkpoint(directory: Path, tensors: Mapping[str, Tensor], meta: Mappin
 
     Raises CheckpointError naming the path if it cannot be written; what was there before is then still there.
     """
+    newest = directory / NEWEST_NAME
+    _write(newest, tensors, meta, "the checkpoint before it is kept", before=lambda: _keep_previous(directory))
+
+
+def save_snapshot(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """Write one file of its own as a checkpoint is written, whole or not at all; its directory is made if need be.
+
+    Raises CheckpointError naming the path if it cannot be written.
+    """
+    _write(path, tensors, meta, "those before it are kept")
+
+
+def _write(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    comfort: str,
+    before: Callable[[], None] = lambda: None,
+) -> None:
+    """:param before: called when the new file is whole, before it takes its place"""
     contents = _on_cpu(tensors)
     document = json.dumps(meta, sort_keys=True)
     header = {"format": _FORMAT, "meta": document, "sha256": _digest(contents, document)}
-    newest = directory / NEWEST_NAME
-    temporary = directory / _TEMPORARY_NAME
+    temporary = path.parent / _TEMPORARY_NAME
     try:
         _remove(temporary)
         temporary.mkdir(parents=True)
         save_file(contents, temporary / "new", metadata=header)
         _flush(temporary / "new")
-        _keep_previous(directory)
-        os.replace(temporary / "new", newest)
-        _flush(directory)
+        before()
+        os.replace(temporary / "new", path)
+        _flush(path.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            problem=f"The checkpoint {newest} cannot be written ({_reason(error)}).",
-            remedy="Free some space or make the directory writable; the checkpoint before it is kept.",
+            problem=f"The checkpoint {path} cannot be written ({_reason(error)}).",
+            remedy=f"Free some space or make the directory writable; {comfort}.",
         ) from error
     finally:
         _remove(temporary)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dht_config.errors import DirectoryError, UsageError
+from dht_config.errors import DirectoryError, ExitCode, InviteError, UsageError
 from p2p_trainer.reporting import Reporting, log_to_stderr
 
 if TYPE_CHECKING:
     from p2p_trainer.proposal import Proposal, Wishes
+    from p2p_trainer.target import Target
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens inside, to standard error.")]
@@ -92,6 +97,118 @@ def new(
             ) from error
         print("\n".join([f"{path} is written.", *(f"- {line}" for line in forecast_lines(proposal)), ""]))
         print(f"Open the door with:\n\n  p2p-trainer bootstrap {path}")
+
+
+def invite(
+    doors: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="Directories of peers of one run (a bootstrap peer's, a standby's), or invites to it.",
+            show_default=False,
+        ),
+    ],
+    address: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another address to knock at, such as /dns4/run.example.org/tcp/31337; without /p2p/... it is the "
+            "first door's. Repeatable; addresses given here come first.",
+            show_default=False,
+        ),
+    ] = None,
+    expires: Annotated[
+        str | None, typer.Option(help="Good for this long: 12h, 30d or 8w; for ever if left out.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make an invite to a run that is open: with several doors, with an expiry.
+
+    Peers that are in already are not asked for a new one when theirs expires.
+    """
+    with Reporting(as_json):
+        from p2p_trainer.invites import combined, door_of, seconds_in
+
+        good_until = int(time.time() + seconds_in(expires)) if expires is not None else None
+        made = combined([door_of(text) for text in doors], address or (), good_until)
+        if as_json:
+            print(
+                json.dumps({"invite": made.encode(), **made.model_dump(include={"run_id", "addresses", "good_until"})})
+            )
+        else:
+            print(made.encode())
+
+
+def show_local(directory: Path | None, *, as_json: bool) -> None:
+    """Print what this machine's peers do. :raises typer.Exit: none runs, or one that runs says nothing any more"""
+    from p2p_trainer.local_status import is_healthy, line, look, now, peers_below
+    from p2p_trainer.settings import default_data_directory, load_settings
+
+    chosen = load_settings({"dir": directory}).dir
+    found = [chosen] if chosen is not None else peers_below(default_data_directory())
+    peers = [look(path, now()) for path in found]
+    healthy = is_healthy(peers)
+    if as_json:
+        print(json.dumps({"healthy": healthy, "peers": [asdict(peer) for peer in peers]}))
+    else:
+        for peer in peers:
+            print(line(peer))
+        if not peers:
+            print(f"No peer was ever started below {default_data_directory()}.")
+    if not healthy:
+        raise typer.Exit(int(ExitCode.CHECKS_FAILED))
+
+
+def check_door(target: Target, *, standby: bool) -> None:
+    """:raises InviteError: :raises UsageError: what a door is started from does not fit"""
+    if target.manifest is None and not standby:
+        raise InviteError(
+            "A bootstrap peer is started from a run manifest.",
+            "Give the manifest's path, or --standby for a second door to the invite's run.",
+        )
+    if target.manifest is not None and standby:
+        raise UsageError("A standby follows a run that is open already.", "Give --standby the run's invite.")
+
+
+def print_unit(
+    text: str, flags: Mapping[str, Any], settings_file: Path | None, invite_file: Path | None, *, standby: bool
+) -> None:
+    """Print the systemd unit of a bootstrap peer with these flags; paths in it are absolute."""
+    with Reporting(as_json=False):
+        import getpass
+
+        from p2p_trainer.settings import default_data_directory, load_settings
+        from p2p_trainer.systemd_unit import unit
+        from p2p_trainer.target import read_target
+
+        settings = load_settings(dict(flags), settings_file)
+        target = read_target(text)
+        check_door(target, standby=standby)
+        directory = (settings.dir or default_data_directory() / target.run_id / "bootstrap").absolute()
+        where = Path(text)
+        arguments = ["bootstrap", str(where.absolute()) if target.invite is None and where.exists() else text]
+        arguments += ["--plain", "--dir", str(directory)]
+        arguments += ["--standby"] if standby else []
+        for option, path in (("--settings", settings_file), ("--invite-file", invite_file)):
+            arguments += [option, str(path.absolute())] if path is not None else []
+        for name, value in flags.items():
+            if name != "dir" and value not in (None, ()):
+                arguments += _as_flags(name, value)
+        program = [sys.executable, "-m", "p2p_trainer"]
+        sys.stdout.write(unit(program, arguments, run=target.run_id, user=getpass.getuser(), directory=directory))
+        # The directory has to be there before the service may write to it alone.
+        print(
+            f"# As root: save this as /etc/systemd/system/p2p-trainer-{target.run_id}.service, then\n"
+            f"#   install -d -o {getpass.getuser()} {shlex.quote(str(directory))}\n"
+            f"#   systemctl enable --now p2p-trainer-{target.run_id}.service"
+        )
+
+
+def _as_flags(name: str, value: object) -> list[str]:
+    option = f"--{name.replace('_', '-')}"
+    if value is True:
+        return [option]
+    values = value if isinstance(value, tuple) else (value,)
+    return [word for one in values for word in (option, str(one))]
 
 
 def export(

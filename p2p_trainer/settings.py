@@ -74,6 +74,10 @@ class PeerSettings(BaseSettings):
     """Held-out samples per evaluation; 0 for none."""
     emulate: float | None = Field(default=None, gt=0, le=1e6)
     """Pretend to be a slower machine: at most this many samples per second (for rehearsals)."""
+    snapshot_versions: int = Field(default=100, ge=0, le=10**6)
+    """A bootstrap peer keeps a snapshot of the model every so many versions; 0 for none."""
+    snapshot_keep: int = Field(default=5, ge=1, le=1000)
+    """How many of the newest snapshots are all kept; before them ever fewer are."""
     allow_files: bool = False
     """Let a run that was joined by invite read the files that its manifest names on this machine."""
     upload_limit: str | None = None

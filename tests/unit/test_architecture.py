@@ -108,7 +108,7 @@ def test_remote_input_is_checked_by_if_and_not_by_assert(path: Path) -> None:
 
 @each_module
 def test_only_the_command_line_configures_logging(path: Path) -> None:
-    if path.relative_to(ROOT) != Path("p2p_trainer/cli.py"):
+    if path.relative_to(ROOT) != Path("p2p_trainer/reporting.py"):
         calls = {ast.unparse(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)}
         assert "logging.basicConfig" not in calls
 
