@@ -164,7 +164,8 @@ def _code_in(text: str) -> tuple[str, str]:
         raise InviteError(
             problem=f"This invite has version {other_version[1]}; this program reads {INVITE_PREFIX[-1]} and "
             f"{EXPIRING_PREFIX[-1]}.",
-            remedy="Update p2p-trainer, or ask the organiser for an invite of your version.",
+            remedy="Update p2p-trainer (pip install --upgrade p2p-trainer), or ask the organiser for an invite of your "
+            "version.",
         )
     raise InviteError(
         problem="This is not an invite, or its beginning is cut off.",

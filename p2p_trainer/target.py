@@ -22,6 +22,8 @@ from dht_config.manifest import (
 )
 from dht_config.records import SignedManifest, software_version
 from dht_config.versions import install_command, other_protocol
+from p2p_trainer.invites import door_of
+from p2p_trainer.run_directory import INVITE_NAME
 from p2p_trainer.tasks import Task, load_task
 from peers.fragments import FragmentLayout, cut
 
@@ -43,8 +45,14 @@ class Target:
 
 
 def read_target(text: str) -> Target:
-    """Understand what was given. :raises ManifestError: :raises InviteError:"""
+    """Understand what was given; a peer's directory stands for the invite in it.
+
+    :raises ManifestError: :raises InviteError:
+    """
     path = Path(text)
+    if len(text) < 256 and (path / INVITE_NAME).is_file():
+        invite = door_of(text)
+        return Target(run_id=invite.run_id, invite=invite)
     if text in EXAMPLES and not path.exists():
         return manifest_target(parse_manifest(example_manifest(text), f"the example {text}"))
     if text.lower().endswith(".toml") or (len(text) < 256 and path.is_file()):
