@@ -60,7 +60,8 @@ momentum = 0.6
 [averaging]
 mode = "local"  # inner steps of one's own, then an average of the differences
 matchmaking_seconds = {matchmaking:g}  # how long peers look for each other
-codec = "{proposal.codec}"  # how contributions travel: {_WHAT_CODECS_COST}
+# How contributions travel: {_WHAT_CODECS_COST}; auto: as each line needs.
+codec = "{proposal.codec_setting}"
 answer_codec = "{proposal.answer_codec}"  # how averages travel
 weighting = "samples_times_batch"  # with equal batches: a contribution counts as much as the samples in it
 

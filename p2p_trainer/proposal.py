@@ -92,6 +92,7 @@ class Proposal:
     parameters: int
     lr: float
     codec: Codec
+    """Of the slowest lines; ``codec_setting`` is the run's."""
     answer_codec: Literal["float32", "int8", "int4"]
     fragments: int
     tick_seconds: float
@@ -107,9 +108,17 @@ class Proposal:
         return self.tick_seconds * self.fragments
 
     @property
+    def codec_setting(self) -> str:
+        """Where the slowest lines need a strong codec, each peer chooses its own: int8 if its line can."""
+        return "auto" if self.codec in ("int4", "sparse") else self.codec
+
+    @property
     def cycle_bytes(self) -> float:
-        """That a volunteer's rounds send in a cycle."""
-        return _cycle_bytes(self.codec, self.answer_codec, self.parameters, self.fragments, self.wishes.volunteers)
+        """That the rounds of a volunteer on a slow line send in a cycle."""
+        return self.cycle_bytes_with(self.codec)
+
+    def cycle_bytes_with(self, codec: Codec) -> float:
+        return _cycle_bytes(codec, self.answer_codec, self.parameters, self.fragments, self.wishes.volunteers)
 
 
 def propose(wishes: Wishes, size: int | None = None) -> Proposal:
@@ -195,6 +204,7 @@ def forecast_lines(proposal: Proposal) -> list[str]:
         f"A volunteer's rounds take {_size(daily)} up and as much down a day ({line / 1e6:.2g} Mbit/s each way), "
         f"{_size(proposal.cycle_bytes / proposal.fragments)} every {proposal.tick_seconds:g} s; joining fetches "
         f"{_size(first)} once. Twice the ticks are half of that.",
+        *_of_faster_lines(proposal),
         f"The fastest machine makes {steps:.0f} inner steps between two rounds of a fragment"
         + (f" (assumed: {proposal.assumed}; measure it and give --fastest)." if proposal.assumed else "."),
         f"{ROUNDS_WORTH_A_RUN} rounds of each fragment, below which a run may not beat its fastest peer, take "
@@ -215,6 +225,16 @@ def forecast_lines(proposal: Proposal) -> list[str]:
 def start_of(now: datetime) -> datetime:
     """Tick 0: the beginning of today, since any past moment will do and a round one is easier to read."""
     return now.replace(hour=0, minute=0, second=0, microsecond=0)
+
+
+def _of_faster_lines(proposal: Proposal) -> list[str]:
+    if proposal.codec_setting != "auto":
+        return []
+    daily = proposal.cycle_bytes_with("int8") * DAY_SECONDS / proposal.cycle_seconds
+    return [
+        f"That is with the codec {proposal.codec}, which the slowest lines will choose; a peer that keeps to int8 "
+        f"sends {_size(daily)} a day."
+    ]
 
 
 def _size(size_bytes: float) -> str:

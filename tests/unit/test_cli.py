@@ -44,6 +44,8 @@ COMMANDS = {
         "--eval-seconds",
         "--eval-samples",
         "--emulate",
+        "--upload-limit",
+        "--daily-traffic",
         "--allow-files",
     },
     "bootstrap": COMMON | SHOWN | {"target", "--snapshot-versions", "--snapshot-keep", "--standby", "--systemd"},

@@ -41,7 +41,10 @@ def test_every_proposal_is_a_manifest_and_keeps_its_rules(wish: Wishes) -> None:
     proposal = propose(wish, wish.parameters if wish.task == "somebody-elses" else None)
     manifest = parse_manifest(manifest_text(proposal, NOW), "the proposal")
     assert (manifest.run.tick_seconds, manifest.run.fragments) == (proposal.tick_seconds, proposal.fragments)
-    assert (manifest.averaging.codec, manifest.averaging.answer_codec) == (proposal.codec, proposal.answer_codec)
+    assert (manifest.averaging.codec, manifest.averaging.answer_codec) == (
+        proposal.codec_setting,
+        proposal.answer_codec,
+    )
     assert manifest.run.start < NOW
     assert all(forecast_lines(proposal))
     if proposal.tick_seconds == 3600:
