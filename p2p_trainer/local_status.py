@@ -69,14 +69,14 @@ def look(directory: Path, now: float) -> LocalPeer:
         role=role,
         running=running,
         state=state,
-        healthy=running and not stale,
+        healthy=running and "join" in kinds and not stale,
         samples=int(samples[-1]) if samples else None,
         seconds_since_event=age,
     )
 
 
 def is_healthy(peers: Sequence[LocalPeer]) -> bool:
-    """At least one runs, and none that runs has stopped saying anything."""
+    """At least one runs, and all that run are in the swarm and have something to say."""
     running = [peer for peer in peers if peer.running]
     return bool(running) and all(peer.healthy for peer in running)
 

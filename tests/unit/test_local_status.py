@@ -26,9 +26,9 @@ def write(directory: Path, *kinds: str, at: float = 1000.0, **fields: Any) -> No
             file.write(json.dumps({"time": at, "event": kind, **fields}) + "\n")
 
 
-def test_a_peer_that_runs_is_healthy_from_its_start_to_its_goodbye(tmp_path: Path) -> None:
+def test_a_peer_is_healthy_from_its_entry_into_the_swarm_to_its_goodbye(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "peer")
-    assert look(directory.path, 1000.0).state == "starts"
+    assert (look(directory.path, 1000.0).state, look(directory.path, 1000.0).healthy) == ("starts", False)
     write(directory.path, *TRAINING, samples=80)
     peer = look(directory.path, 1010.0)
     assert (peer.state, peer.samples, peer.healthy, peer.seconds_since_event) == ("trains", 80, True, 10.0)
@@ -72,10 +72,13 @@ def test_health_is_that_one_runs_and_none_that_runs_hangs(tmp_path: Path) -> Non
     one, other = RunDirectory(tmp_path / "a/peer"), RunDirectory(tmp_path / "b/peer")
     assert [path.parent.name for path in peers_below(tmp_path)] == ["a", "b"]
     write(one.path, *TRAINING)
+    assert not is_healthy([look(path, 1000.0) for path in peers_below(tmp_path)]), "the other one only starts"
+    write(other.path, "join")
     assert is_healthy([look(path, 1000.0) for path in peers_below(tmp_path)])
     assert not is_healthy([look(path, 1e6) for path in peers_below(tmp_path)])
     one.close()
     assert is_healthy([look(path, 1e6) for path in peers_below(tmp_path)])
+    write(other.path, *TRAINING, at=1e6)
     other.close()
     assert not is_healthy([look(path, 1e6) for path in peers_below(tmp_path)])
 
@@ -106,8 +109,10 @@ def test_the_command_ends_with_what_a_health_check_wants(tmp_path: Path) -> None
     nobody = CliRunner().invoke(app, ["status", "--local"])
     assert nobody.exit_code == int(ExitCode.CHECKS_FAILED) and "No peer was ever started" in nobody.stdout
     directory = RunDirectory(tmp_path / "data/p2p-trainer/runs/a-0123456789abcdef/peer")
-    well = CliRunner().invoke(app, ["status", "--local"])
-    assert well.exit_code == 0 and "starts" in well.stdout
+    begun = CliRunner().invoke(app, ["status", "--local"])
+    assert begun.exit_code == int(ExitCode.CHECKS_FAILED) and "starts" in begun.stdout
+    write(directory.path, "join")
+    assert CliRunner().invoke(app, ["status", "--local"]).exit_code == 0
     told = json.loads(CliRunner().invoke(app, ["status", "--local", "--dir", str(directory.path), "--json"]).stdout)
     assert told["healthy"] is True and told["peers"][0]["running"] is True
     directory.close()

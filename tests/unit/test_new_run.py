@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import pty
+import subprocess
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -131,3 +135,19 @@ def test_a_wish_that_cannot_be_met_is_one_line(arguments: list[str], code: ExitC
     assert result.exit_code == int(code), result.output
     assert says in result.stderr and result.stderr.count("\n") == 1
     assert list(tmp_path.glob("*.toml")) == []
+
+
+def test_in_a_terminal_it_asks_for_what_no_flag_says(tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    try:
+        command = [sys.executable, "-m", "p2p_trainer", "new", "asked", "--volunteers", "12"]
+        asking = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, cwd=tmp_path)
+        os.write(controller, b"digits\n5M\n")  # the task and the lines: digits have their own size
+        assert asking.wait(120) == 0
+        said = os.read(controller, 1 << 16).decode()
+    finally:
+        os.close(controller)
+        os.close(terminal)
+    assert "Task (" in said and "slowest tenth" in said
+    assert "How many volunteers" not in said and "parameters [" not in said
+    assert load_manifest(tmp_path / "asked.toml").task.name == "digits"
