@@ -184,8 +184,8 @@ def print_unit(
         target = read_target(text)
         check_door(target, standby=standby)
         directory = (settings.dir or default_data_directory() / target.run_id / "bootstrap").absolute()
-        where = Path(text)
-        arguments = ["bootstrap", str(where.absolute()) if target.invite is None and where.exists() else text]
+        is_path = len(text) < 256 and Path(text).exists()
+        arguments = ["bootstrap", str(Path(text).absolute()) if is_path else text]
         arguments += ["--plain", "--dir", str(directory)]
         arguments += ["--standby"] if standby else []
         for option, path in (("--settings", settings_file), ("--invite-file", invite_file)):

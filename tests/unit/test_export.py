@@ -17,7 +17,8 @@ from saved_run import SMALL_DIGITS, SMALL_TEXT, save_run
 from typer.testing import CliRunner
 
 from dht_config.errors import ExitCode
-from p2p_trainer.checkpoint import NEWEST_NAME
+from p2p_trainer.archive import Archive
+from p2p_trainer.checkpoint import NEWEST_NAME, read_checkpoint
 from p2p_trainer.cli import app
 from p2p_trainer.target import layout_of, manifest_target, trainable
 from p2p_trainer.tasks import load_task, mean_loss
@@ -93,6 +94,18 @@ def test_the_card_says_what_is_known_of_the_run(tmp_path: Path) -> None:
     assert all(row["digest"] in card and row["version"] == 9 for row in facts["fragments"])
     stored = json.loads((tmp_path / "out/run.json").read_text())
     assert stored["manifest"]["run"]["name"] == "small"
+
+
+def test_a_snapshot_of_the_archive_is_exported_as_it_was(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", SMALL_DIGITS, version=20)
+    newest = read_checkpoint(tmp_path / "run" / NEWEST_NAME)
+    rows = [{**row, "version": 10} for row in newest.meta["fragments"]]
+    archive = Archive(tmp_path / "run/archive", every=10, newest=2)
+    archive.save(10, newest.tensors["base"] + 1, {**newest.meta, "fragments": rows})
+    assert "versions 10 to 10" in export(archive.path(10), tmp_path / "out")
+    elsewhere = tmp_path / "version-0000000010.safetensors"
+    elsewhere.write_bytes(archive.path(10).read_bytes())
+    fails(ExitCode.DIRECTORY, elsewhere, tmp_path / "other", says="not lie in a run directory")
 
 
 def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
