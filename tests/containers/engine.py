@@ -6,7 +6,7 @@ asks for; wheels are collected with this machine's pip. So no registry of images
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import shutil
 import subprocess
@@ -27,6 +27,7 @@ BASE_PYTHON = "3.11"
 NEEDED = ("buildah", "podman", "debootstrap")
 VERSION = software_version()
 COMMAND_SECONDS = 60.0
+WAIT_SECONDS = 180.0
 BUILD_SECONDS = 1500.0
 POLL_SECONDS = 0.3
 
@@ -136,52 +137,63 @@ def _python() -> str | None:
 
 
 class Engine:
-    """Podman with a private network; every container and volume of a test, and their end."""
+    """Podman with a private network; every container and volume of a test by its short name, and their end."""
 
     def __init__(self) -> None:
-        self.network = "p2p-trainer-test"
+        self._prefix = f"p2p-trainer-test-{os.getpid()}"
         self._runtime, self._limits = _working_options()
         self._containers: list[str] = []
         self._volumes: list[str] = []
-        run("podman", "network", "create", self.network)
+        run("podman", "network", "create", self._prefix)
 
-    def start(self, name: str, target: str, arguments: Sequence[str], *options: str, volume: str | None = None) -> None:
-        """Start a container of ours in the background, on a read-only root, with its state in a volume."""
-        if volume is not None and volume not in self._volumes:
-            run("podman", "volume", "create", volume)
+    def start(self, name: str, target: str, arguments: Sequence[str], volume: str | Path) -> None:
+        """Start a container of ours in the background, on a read-only root, with its state in a volume.
+
+        :param volume: its short name, or a directory of this machine's
+        """
+        place = str(volume) if isinstance(volume, Path) else self._full(volume)
+        if isinstance(volume, str) and volume not in self._volumes:
+            run("podman", "volume", "create", place)
             self._volumes.append(volume)
-        mount = ("-v", f"{volume}:/data") if volume is not None else ()
         self._containers.append(name)
-        self.podman(
-            *("run", "-d", "--name", name, "--network", self.network, "--read-only", *mount, *options),
-            *(IMAGES[target], *arguments),
+        run(
+            *("podman", *self._runtime, "run", "-d", *self._limits, "--name", self._full(name)),
+            *("--network", self._prefix, "--read-only", "-v", f"{place}:/data", IMAGES[target], *arguments),
         )
 
-    def podman(self, *arguments: str, check: bool = True, seconds: float = COMMAND_SECONDS) -> str:
-        verb, *rest = arguments
-        limits = self._limits if verb == "run" else ()
-        done = run("podman", *self._runtime, verb, *limits, *rest, seconds=seconds, check=check)
-        return done.stdout + done.stderr
+    def exit_code(self, name: str) -> int:
+        """Wait for a container that ends by itself."""
+        return int(run("podman", "wait", self._full(name), seconds=WAIT_SECONDS).stdout)
 
-    def inspect(self, name: str) -> dict[str, object]:
-        (found,) = json.loads(run("podman", "inspect", name).stdout)
-        return dict(found)
+    def stop(self, *names: str) -> dict[str, int]:
+        """TERM, and -9 long after it should have been enough; their exit codes."""
+        run("podman", *self._runtime, "stop", "-t", "30", *map(self._full, names), seconds=WAIT_SECONDS)
+        return {name: self.exit_code(name) for name in names}
+
+    def kill(self, name: str) -> None:
+        run("podman", *self._runtime, "kill", self._full(name))
 
     def exec(self, name: str, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        return run("podman", *self._runtime, "exec", name, *command, check=check)
+        return run("podman", *self._runtime, "exec", self._full(name), *command, check=check)
+
+    def log(self, name: str, lines: int = -1) -> str:
+        """The end of what a container said, or all of it."""
+        done = run("podman", "logs", "--tail", str(lines), self._full(name), check=False)
+        return done.stdout + done.stderr
 
     def logs(self) -> str:
         """The end of what every container said."""
-        shown = [run("podman", "logs", "--tail", "15", name, check=False) for name in self._containers]
-        named = zip(self._containers, shown, strict=True)
-        return "\n".join(f"--- {name}\n{done.stdout}{done.stderr}" for name, done in named)
+        return "\n".join(f"--- {name}\n{self.log(name, 15)}" for name in self._containers)
 
     def close(self) -> None:
         for name in self._containers:
-            run("podman", "rm", "-f", "-t", "2", name, check=False)
-        for name in self._volumes:
-            run("podman", "volume", "rm", "-f", name, check=False)
-        run("podman", "network", "rm", "-f", self.network, check=False)
+            run("podman", *self._runtime, "rm", "-f", "-t", "2", self._full(name), check=False)
+        for volume in self._volumes:
+            run("podman", "volume", "rm", "-f", self._full(volume), check=False)
+        run("podman", "network", "rm", "-f", self._prefix, check=False)
+
+    def _full(self, name: str) -> str:
+        return f"{self._prefix}-{name}"
 
 
 def _working_options() -> tuple[tuple[str, ...], tuple[str, ...]]:

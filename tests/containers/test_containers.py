@@ -40,9 +40,6 @@ def engine(build_times: dict[str, float]) -> Iterator[Engine]:
     engine = Engine()
     try:
         yield engine
-    except BaseException:
-        print(engine.logs())
-        raise
     finally:
         print(engine.logs())
         engine.close()
@@ -74,7 +71,7 @@ def join(engine: Engine, name: str, invite: str, volume: str) -> float:
     """Start a volunteer; returns when, in unix seconds."""
     began = time.time()
     pace = ("--emulate", "40", "--eval-samples", "0", "--threads", "1", "--checkpoint-seconds", "5")
-    engine.start(name, "volunteer", ["join", invite, "--dir", PEER, "--plain", *pace], volume=volume)
+    engine.start(name, "volunteer", ["join", invite, "--dir", PEER, "--plain", *pace], volume)
     return began
 
 
@@ -86,22 +83,20 @@ def test_a_run_in_containers(engine: Engine, build_times: dict[str, float], tmp_
     # A directory that belongs to somebody else, and a card that is not there: one line with what to do.
     foreign = tmp_path / "foreign"
     foreign.mkdir(mode=0o755)
-    engine.start("foreign", "volunteer", ["join", "digits", "--dir", PEER], "-v", f"{foreign}:/data")
-    assert engine.podman("wait", "foreign").strip() == str(int(ExitCode.DIRECTORY))
-    assert "chown 10001" in engine.podman("logs", "foreign")
-    engine.start(
-        "cardless", "volunteer", ["join", "digits", "--dir", PEER, "--device", "cuda"], volume="p2p-test-cardless"
-    )
-    assert engine.podman("wait", "cardless").strip() == str(int(ExitCode.DEVICE))
-    assert "docker run --gpus all" in engine.podman("logs", "cardless")
+    engine.start("foreign", "volunteer", ["join", "digits", "--dir", PEER], foreign)
+    assert engine.exit_code("foreign") == int(ExitCode.DIRECTORY)
+    assert "chown 10001" in engine.log("foreign")
+    engine.start("cardless", "volunteer", ["join", "digits", "--dir", PEER, "--device", "cuda"], "cardless")
+    assert engine.exit_code("cardless") == int(ExitCode.DEVICE)
+    assert "docker run --gpus all" in engine.log("cardless")
 
-    engine.start("door", "bootstrap", ["bootstrap", "digits", "--dir", DOOR, "--plain"], volume="p2p-test-door")
+    engine.start("door", "bootstrap", ["bootstrap", "digits", "--dir", DOOR, "--plain"], "door")
     invited = wait_until(
         lambda: engine.exec("door", "p2p-trainer", "invite", DOOR, check=False).stdout.strip(),
         "the door is open",
         START_SECONDS,
     )
-    began = {name: join(engine, name, invited, f"p2p-test-{name}") for name in ("first", "second")}
+    began = {name: join(engine, name, invited, name) for name in ("first", "second")}
     for name in began:
         wait_until(partial(committed, engine, name), f"{name} averaged with others", START_SECONDS)
     until = {name: round(committed(engine, name)[0]["time"] - began[name], 1) for name in began}
@@ -115,25 +110,24 @@ def test_a_run_in_containers(engine: Engine, build_times: dict[str, float], tmp_
 
     # TERM reaches the program, which leaves with a goodbye; -9 does not, and the other goes on.
     stopped = time.monotonic()
-    engine.podman("stop", "-t", "30", "first")
+    assert engine.stop("first") == {"first": 0}
     assert time.monotonic() - stopped < LEAVE_SECONDS + 5  # podman's own part on a busy machine
-    assert engine.inspect("first")["State"]["ExitCode"] == 0  # type: ignore[index]
-    assert "The same command continues" in engine.podman("logs", "first")
+    assert "The same command continues" in engine.log("first")
     before = credited_of(engine, invited, identity["second"])
-    engine.podman("kill", "second")
     assert before > 0
+    engine.kill("second")
 
     # Back with their volumes, in new containers: the same peers, with the same credit.
-    again = {name: join(engine, f"{name}-again", invited, f"p2p-test-{name}") for name in ("first", "second")}
+    again = {name: join(engine, f"{name}-again", invited, name) for name in ("first", "second")}
     for name, since in again.items():
         wait_until(partial(committed, engine, f"{name}-again", since), f"{name} averages again", START_SECONDS)
         assert events(engine, f"{name}-again", "join")[-1]["peer_id"] == identity[name]
         assert events(engine, f"{name}-again", "join")[-1]["restart"] == 1
     assert credited_of(engine, invited, identity["second"]) >= before
-    engine.podman("stop", "-t", "30", "door", "first-again", "second-again")
-    for name in ("door", "first-again", "second-again"):
-        assert engine.inspect(name)["State"]["ExitCode"] == 0  # type: ignore[index]
-        assert "Traceback" not in engine.podman("logs", name)
+    names = ("door", "first-again", "second-again")
+    assert engine.stop(*names) == dict.fromkeys(names, 0)
+    for name in names:
+        assert "Traceback" not in engine.log(name)
 
 
 def test_the_images_carry_no_tools_and_say_what_they_are(build_times: dict[str, float]) -> None:
