@@ -9,12 +9,15 @@ Layout: ``p2pt1``, then base32 (lower case, no padding) of
     length of what follows (2) | run id length (1) | run id | organiser key (32)
     | address count (1) | addresses | check (5)
 
+or ``p2pt2``, which has the moment until which it is good (5, unix seconds) before the check. An invite without such a
+moment is written as ``p2pt1``, which programs from before read as well.
+
 where an address is ``transport length (2) | transport as multiaddr bytes | peer id digest (32)``. The top bit
 of its length says that the peer is the previous address's one and the digest is left out. The check is the
 head of a SHA-256 over all before it.
 
 What this does not stop: an invite is not a secret and not signed. Whoever can change it on its way can send a
-volunteer to another run.
+volunteer to another run, or make it good for longer: an expiry keeps old invites from going round, not people out.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import base64
 import binascii
 import hashlib
 import re
+from datetime import datetime, timezone
 from typing import Annotated
 
 import base58
@@ -37,7 +41,9 @@ from dht_config.address import (
 )
 from dht_config.errors import AddressError, InviteError
 
-INVITE_PREFIX = "p2pt1"
+_BEGINNING = "p2pt"
+INVITE_PREFIX = f"{_BEGINNING}1"
+EXPIRING_PREFIX = f"{_BEGINNING}2"
 MAX_ADDRESSES = 16
 MAX_TEXT_CHARACTERS = 64 * 1024
 """What an invite may stand in: a whole chat or mail."""
@@ -45,11 +51,14 @@ MAX_TEXT_CHARACTERS = 64 * 1024
 _KEY_BYTES = 32
 _CHECK_BYTES = 5
 _DIGEST_BYTES = 32
+_EXPIRY_BYTES = 5
 _SAME_PEER = 0x8000
 _MAX_TRANSPORT_BYTES = 260
 """A host name of 253 characters, a port, and what says so."""
 _MIN_BYTES = 1 + 1 + _KEY_BYTES + 1 + _CHECK_BYTES
-_MAX_BYTES = 1 + 64 + _KEY_BYTES + 1 + MAX_ADDRESSES * (2 + _MAX_TRANSPORT_BYTES + _DIGEST_BYTES) + _CHECK_BYTES
+_MAX_BYTES = (
+    1 + 64 + _KEY_BYTES + 1 + MAX_ADDRESSES * (2 + _MAX_TRANSPORT_BYTES + _DIGEST_BYTES) + _EXPIRY_BYTES + _CHECK_BYTES
+)
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _REMEDY = "Copy the whole invite again from where you got it, or ask the organiser for a new one."
 
@@ -63,6 +72,8 @@ class Invite(BaseModel):
     organiser_public_key: Annotated[bytes, Field(min_length=_KEY_BYTES, max_length=_KEY_BYTES)]
     addresses: Annotated[tuple[str, ...], Field(strict=False, min_length=1, max_length=MAX_ADDRESSES)]
     """Normalised; AddressError for a bad one."""
+    good_until: Annotated[int, Field(ge=0, lt=2 ** (8 * _EXPIRY_BYTES))] | None = None
+    """Unix seconds; None for ever."""
 
     @field_validator("run_id")
     @classmethod
@@ -89,8 +100,21 @@ class Invite(BaseModel):
             if not same_peer:
                 body += base58.b58decode(address.peer_id)[len(SHA256_MULTIHASH_PREFIX) :]
             previous_peer_id = address.peer_id
+        prefix = INVITE_PREFIX
+        if self.good_until is not None:
+            prefix = EXPIRING_PREFIX
+            body += self.good_until.to_bytes(_EXPIRY_BYTES, "big")
         data = (len(body) + _CHECK_BYTES).to_bytes(2, "big") + body
-        return INVITE_PREFIX + _base32(data + _check(data))
+        return prefix + _base32(data + _check(prefix, data))
+
+    def refuse_if_expired(self, now: float) -> None:
+        """:raises InviteError: it was good until a moment before ``now``, in unix seconds"""
+        if self.good_until is not None and now > self.good_until:
+            raise InviteError(
+                problem=f"This invite was good until {_moment(self.good_until)}; this machine's clock says "
+                f"{_moment(now)}.",
+                remedy="Ask the organiser for a new one.",
+            )
 
     @classmethod
     def decode(cls, text: str) -> Invite:
@@ -98,7 +122,7 @@ class Invite(BaseModel):
 
         Raises: InviteError telling whether it is cut off, changed, of another version, or no invite.
         """
-        code = _code_in(text)
+        prefix, code = _code_in(text)
         # Two bytes of length are in the first four characters.
         if len(code) < 4:
             raise _cut_off(f"only {len(code)} characters are there")
@@ -107,38 +131,41 @@ class Invite(BaseModel):
         if not _MIN_BYTES <= following_bytes <= _MAX_BYTES:
             # No invite has this length, so nothing is known of how much is missing.
             raise InviteError(
-                problem=f"This is no invite, or it was changed on its way: no invite goes on after {INVITE_PREFIX} so.",
+                problem=f"This is no invite, or it was changed on its way: no invite goes on after {prefix} so.",
                 remedy=_REMEDY,
             )
         if len(code) < total_characters:
-            there, whole = len(INVITE_PREFIX) + len(code), len(INVITE_PREFIX) + total_characters
+            there, whole = len(prefix) + len(code), len(prefix) + total_characters
             raise _cut_off(f"{there} of {whole} characters are there")
         # What follows is not the invite's: a full stop's neighbour, "thanks", the rest of a command line.
         code = code[:total_characters]
         data = _from_base32(code)
         data, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
-        if check != _check(data) or _base32(data + check) != code:
+        if check != _check(prefix, data) or _base32(data + check) != code:
             raise _changed()
-        return _from_body(data[2:])
+        return _from_body(data[2:], expires=prefix == EXPIRING_PREFIX)
 
 
-def _code_in(text: str) -> str:
-    """The base32 characters after the prefix, whatever stands between and around them."""
+def _code_in(text: str) -> tuple[str, str]:
+    """The prefix and the base32 characters after it, whatever stands between and around them."""
     if len(text) > MAX_TEXT_CHARACTERS:
         raise InviteError(
             problem=f"This is far too long for an invite: {len(text)} characters.",
             remedy="Copy only the invite; most have about 200 characters.",
         )
     letters = re.sub(r"[^a-z0-9]", "", text.lower())
-    # 1 is not a base32 digit, so the prefix cannot stand by chance inside an invite.
-    _, found, code = letters.partition(INVITE_PREFIX)
-    if found:
-        return code
+    # 1 is not a base32 digit, so its prefix cannot stand by chance inside an invite; the other's hardly ever does.
+    for prefix in (INVITE_PREFIX, EXPIRING_PREFIX):
+        _, found, code = letters.partition(prefix)
+        if found:
+            return prefix, code
     other_version = re.search(r"p2pt([0-9])", letters)
     if other_version:
         raise InviteError(
-            problem=f"This invite has version {other_version[1]}; this program reads {INVITE_PREFIX[-1]}.",
-            remedy="Update p2p-trainer, or ask the organiser for an invite of your version.",
+            problem=f"This invite has version {other_version[1]}; this program reads {INVITE_PREFIX[-1]} and "
+            f"{EXPIRING_PREFIX[-1]}.",
+            remedy="Update p2p-trainer (pip install --upgrade p2p-trainer), or ask the organiser for an invite of your "
+            "version.",
         )
     raise InviteError(
         problem="This is not an invite, or its beginning is cut off.",
@@ -146,7 +173,7 @@ def _code_in(text: str) -> str:
     )
 
 
-def _from_body(body: bytes) -> Invite:
+def _from_body(body: bytes, *, expires: bool) -> Invite:
     """Raises: InviteError; only somebody who made the check fit can cause it."""
     reader = _Reader(body)
     try:
@@ -163,11 +190,13 @@ def _from_body(body: bytes) -> Invite:
             else:
                 peer_id = base58.b58encode(SHA256_MULTIHASH_PREFIX + reader.take(_DIGEST_BYTES)).decode()
             addresses.append(address_of(transport, peer_id))
+        good_until = reader.take_int(_EXPIRY_BYTES) if expires else None
         reader.finish()
         return Invite(
             run_id=run_id,
             organiser_public_key=organiser_public_key,
             addresses=tuple(address.text for address in addresses),
+            good_until=good_until,
         )
     except (ValueError, AddressError):
         raise _changed() from None
@@ -194,8 +223,12 @@ class _Reader:
             raise ValueError("bytes left over")
 
 
-def _check(data: bytes) -> bytes:
-    return hashlib.sha256(INVITE_PREFIX.encode() + data).digest()[:_CHECK_BYTES]
+def _check(prefix: str, data: bytes) -> bytes:
+    return hashlib.sha256(prefix.encode() + data).digest()[:_CHECK_BYTES]
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _base32(data: bytes) -> str:

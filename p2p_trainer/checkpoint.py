@@ -59,39 +59,62 @@ def save_checkpoint(directory: Path, tensors: Mapping[str, Tensor], meta: Mappin
 
     Raises CheckpointError naming the path if it cannot be written; what was there before is then still there.
     """
+    newest = directory / NEWEST_NAME
+    _write(newest, tensors, meta, "the checkpoint before it is kept", before=lambda: _keep_previous(directory))
+
+
+def save_snapshot(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """Write one file of its own as a checkpoint is written, whole or not at all; its directory is made if need be.
+
+    Raises CheckpointError naming the path if it cannot be written.
+    """
+    _write(path, tensors, meta, "those before it are kept")
+
+
+def _write(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    comfort: str,
+    before: Callable[[], None] = lambda: None,
+) -> None:
+    """:param before: called when the new file is whole, before it takes its place"""
     contents = _on_cpu(tensors)
     document = json.dumps(meta, sort_keys=True)
     header = {"format": _FORMAT, "meta": document, "sha256": _digest(contents, document)}
-    newest = directory / NEWEST_NAME
-    temporary = directory / _TEMPORARY_NAME
+    temporary = path.parent / _TEMPORARY_NAME
     try:
         _remove(temporary)
         temporary.mkdir(parents=True)
         save_file(contents, temporary / "new", metadata=header)
         _flush(temporary / "new")
-        _keep_previous(directory)
-        os.replace(temporary / "new", newest)
-        _flush(directory)
+        before()
+        os.replace(temporary / "new", path)
+        _flush(path.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            problem=f"The checkpoint {newest} cannot be written ({_reason(error)}).",
-            remedy="Free some space or make the directory writable; the checkpoint before it is kept.",
+            problem=f"The checkpoint {path} cannot be written ({_reason(error)}).",
+            remedy=f"Free some space or make the directory writable; {comfort}.",
         ) from error
     finally:
         _remove(temporary)
 
 
-def load_checkpoint(directory: Path, on_warning: Callable[[str], None]) -> Checkpoint | None:
+def load_checkpoint(
+    directory: Path, on_warning: Callable[[str], None], *, only_look: bool = False
+) -> Checkpoint | None:
     """Read the newest good checkpoint of a directory; None if there is none.
 
     A file that is truncated, empty or damaged costs a warning, never an error: the one before it is read, and
     without that the caller starts from the swarm's state. What a killed save has left is removed.
 
     :param on_warning: called with one sentence for each file that could not be used.
+    :param only_look: the directory is another process's, which may be saving: nothing in it is touched
 
     Raises CheckpointError if a file is there but may not be read: nothing is wrong with what it holds.
     """
-    _remove(directory / _TEMPORARY_NAME)
+    if not only_look:
+        _remove(directory / _TEMPORARY_NAME)
     newest, previous = directory / NEWEST_NAME, directory / PREVIOUS_NAME
     for path, otherwise in ((newest, "using the one before it"), (previous, "no checkpoint is left")):
         try:
@@ -102,7 +125,7 @@ def load_checkpoint(directory: Path, on_warning: Callable[[str], None]) -> Check
             if path == newest and not previous.exists():
                 otherwise = "there is none before it"
             on_warning(f"The checkpoint {path} is damaged ({error}): {otherwise}.")
-            if path == newest:
+            if path == newest and not only_look:
                 with contextlib.suppress(OSError):  # a read-only directory: nothing can push the good one out
                     os.replace(newest, directory / DAMAGED_NAME)
         except OSError as error:
@@ -111,6 +134,19 @@ def load_checkpoint(directory: Path, on_warning: Callable[[str], None]) -> Check
                 remedy="Make it readable for this user, or move it away to start without it.",
             ) from error
     return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read one file as ``save_checkpoint`` writes it.
+
+    Raises CheckpointError if it is missing, may not be read, or is damaged.
+    """
+    try:
+        return _read(path)
+    except (OSError, _Damaged) as error:
+        raise CheckpointError(
+            problem=f"The checkpoint {path} cannot be read ({_reason(error)}).", remedy="Give another one."
+        ) from error
 
 
 def optimizer_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

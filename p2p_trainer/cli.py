@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dht_config.address import parse_addresses
-from dht_config.errors import DirectoryError, ExitCode, InviteError, P2PTrainerError, RehearsalError, UsageError
+from dht_config.errors import DirectoryError, ExitCode, P2PTrainerError, RehearsalError, UsageError
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest
-from p2p_trainer import plan_command
+from p2p_trainer import organiser_commands, plan_command
 from p2p_trainer.json_lines import JsonLines
 from p2p_trainer.reporting import Reporting, log_to_stderr
 from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addresses
@@ -156,6 +156,18 @@ def bootstrap(
     announce: Announce = None,
     peer: KnownPeer = None,
     checkpoint_seconds: Annotated[float | None, typer.Option(help="Time between saves of the bases.")] = None,
+    snapshot_versions: Annotated[
+        int | None, typer.Option(help="Keep a snapshot of the model every so many versions; 0 for none.")
+    ] = None,
+    snapshot_keep: Annotated[
+        int | None, typer.Option(help="So many of the newest snapshots all stay, older ones ever fewer.")
+    ] = None,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="A second door to a run that is open: give its invite.")
+    ] = False,
+    systemd: Annotated[
+        bool, typer.Option("--systemd", help="Print a service unit that runs this command, and end.")
+    ] = False,
     invite_file: Annotated[Path | None, typer.Option(help="Write the invite into this file.")] = None,
     as_json: EventsAsJson = False,
     plain: Plain = False,
@@ -164,7 +176,7 @@ def bootstrap(
     """Open the door to a run: publish its manifest, print the invite, keep the current model.
 
     It is a door, not a coordinator: when it is gone, training goes on. Start it again in the same directory and it is
-    the same door.
+    the same door. A standby needs no key of the organiser's: whoever has the invite can keep one.
     """
     flags = {
         "dir": directory,
@@ -174,27 +186,50 @@ def bootstrap(
         "announce": tuple(announce or ()),
         "peer": tuple(peer or ()),
         "checkpoint_seconds": checkpoint_seconds,
+        "snapshot_versions": snapshot_versions,
+        "snapshot_keep": snapshot_keep,
     }
-    _live("serving", target, flags, settings_file, invite_file, as_json=as_json, plain=plain, verbose=verbose)
+    if systemd:
+        organiser_commands.print_unit(target, flags, settings_file, invite_file, standby=standby)
+        return
+    _live(
+        "serving",
+        target,
+        flags,
+        settings_file,
+        invite_file,
+        standby=standby,
+        as_json=as_json,
+        plain=plain,
+        verbose=verbose,
+    )
 
 
 @app.command()
 def status(
     target: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="The run's invite; or its manifest or the name of an example, with a --peer to ask.",
             show_default=False,
         ),
-    ],
+    ] = None,
     peer: KnownPeer = None,
     wait_seconds: Annotated[float, typer.Option(help="How long to try to reach anybody.")] = 15.0,
+    local: Annotated[
+        bool,
+        typer.Option("--local", help="Only this machine's peers, from their directories; ends with 25 if none runs."),
+    ] = False,
+    directory: Directory = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Show who is in a run: how fast, at which version, and how much each contributed."""
     log_to_stderr(verbose)
     with Reporting(as_json):
+        if local:
+            organiser_commands.show_local(directory, as_json=as_json)
+            return
         import asyncio
 
         from p2p_trainer.logs import quiet_libraries
@@ -203,6 +238,8 @@ def status(
         from peers.observer import observe
 
         quiet_libraries(verbose=verbose)
+        if target is None:
+            raise UsageError("Of which run?", "Give its invite, or --local for the peers of this machine.")
         if not 0 <= wait_seconds <= MAX_WAIT_SECONDS:
             raise UsageError(
                 f"--wait-seconds: {wait_seconds:g} cannot be used, it must be a number from 0 to {MAX_WAIT_SECONDS}.",
@@ -418,7 +455,8 @@ def example(
         sys.stdout.write(example_manifest(name) if name is not None else "".join(f"{one}\n" for one in EXAMPLES))
 
 
-app.command()(plan_command.plan)
+for command in (plan_command.plan, organiser_commands.new, organiser_commands.invite, organiser_commands.export):
+    app.command()(command)
 
 
 def _live(
@@ -428,6 +466,7 @@ def _live(
     settings_file: Path | None,
     invite_file: Path | None,
     *,
+    standby: bool = False,
     as_json: bool,
     plain: bool,
     verbose: bool,
@@ -464,8 +503,8 @@ def _live(
 
         with leave_on_signal() as leave:
             target = read_target(text)
-            if role == "serving" and target.manifest is None:
-                raise InviteError("A bootstrap peer is started from a run manifest.", "Give the manifest's path.")
+            if role == "serving":
+                organiser_commands.check_door(target, standby=standby)
             starts = target.manifest is not None
             # With --json, standard output is for programs alone.
             with LiveView(Console(stderr=as_json), plain=plain or as_json) as view:

@@ -153,7 +153,8 @@ def _parse(requested: str) -> torch.device:
         count = torch.cuda.device_count() if available else 0
         if (device.index or 0) >= count:
             found = "no CUDA device" if count == 0 else f"only cuda:0 to cuda:{count - 1}"
-            remedy = "Check nvidia-smi and that torch is built for CUDA."
+            remedy = "Check nvidia-smi and that torch is built for CUDA"
+            remedy += "; a container must be started with `docker run --gpus all`." if count == 0 else "."
             visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
             if count == 0 and visible != () and torch.version.cuda is not None and nvidia_device_present():
                 cause, remedy = why_hidden(visible, complaint)

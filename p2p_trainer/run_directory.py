@@ -6,13 +6,22 @@ import errno
 import fcntl
 import os
 import tempfile
+import time
 from pathlib import Path
+from typing import IO
 
 from dht_config.errors import DirectoryError, RecordError
 from dht_config.identity import Identity, OrganiserKey, load_or_create_identity, load_or_create_organiser_key
 from dht_config.records import SignedManifest
 from p2p_trainer.limits import nearest_existing
 from peers.daemon import make_socket_directory
+
+SIGNED_MANIFEST_NAME = "manifest.signed"
+METRICS_NAME = "metrics.jsonl"
+INVITE_NAME = "invite"
+LOCK_NAME = "lock"
+LOCK_PATIENCE_SECONDS = 1.0
+"""``status --local`` holds the lock of a directory for an instant, to see whether somebody does."""
 
 
 class RunDirectory:
@@ -27,15 +36,10 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
-            self._lock = (path / "lock").open("a+")
+            self._lock = (path / LOCK_NAME).open("a+")
         except OSError as error:
             raise _unusable(path, error) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise DirectoryError(
-                f"Another peer is running in {path}.", "Stop it, or give this one a directory of its own with --dir."
-            ) from error
+        _take(self._lock, path)
         os.set_inheritable(self._lock.fileno(), False)
 
     def close(self) -> None:
@@ -43,7 +47,7 @@ class RunDirectory:
 
     @property
     def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS_NAME
 
     @property
     def socket_note_path(self) -> Path:
@@ -79,14 +83,23 @@ class RunDirectory:
     def signed_manifest(self) -> SignedManifest | None:
         """The manifest of the last start, if it is there and intact."""
         try:
-            signed = SignedManifest.from_payload((self.path / "manifest.signed").read_bytes())
+            signed = SignedManifest.from_payload((self.path / SIGNED_MANIFEST_NAME).read_bytes())
             signed.verify()
         except (OSError, RecordError):
             return None
         return signed
 
     def keep_signed_manifest(self, signed: SignedManifest) -> None:
-        self.write_atomically("manifest.signed", signed.to_payload())
+        self.write_atomically(SIGNED_MANIFEST_NAME, signed.to_payload())
+
+    @property
+    def archive_path(self) -> Path:
+        """Where a bootstrap peer keeps snapshots."""
+        return self.path / "archive"
+
+    def keep_invite(self, code: str) -> None:
+        """For ``p2p-trainer invite``, which makes others of it."""
+        self.write_atomically(INVITE_NAME, f"{code}\n".encode())
 
     def write_atomically(self, name: str, data: bytes) -> None:
         """:raises DirectoryError:"""
@@ -99,6 +112,22 @@ class RunDirectory:
                 f"{self.path / name} cannot be written: {error.strerror or error}.",
                 "Free some space or choose another directory with --dir.",
             ) from error
+
+
+def _take(lock: IO[str], path: Path) -> None:
+    """:raises DirectoryError: another process holds it"""
+    give_up = time.monotonic() + LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if time.monotonic() > give_up:
+                raise DirectoryError(
+                    f"Another peer is running in {path}.",
+                    "Stop it, or give this one a directory of its own with --dir.",
+                ) from error
+            time.sleep(0.05)
 
 
 def remembered_port(path: Path) -> int:
@@ -127,7 +156,9 @@ def _unusable(path: Path, error: OSError) -> DirectoryError:
         return DirectoryError(what, "Free some space there, or choose a directory on another disk with --dir.")
     if error.errno in (errno.EACCES, errno.EPERM):
         return DirectoryError(
-            what, f"Make {there} writable for this user (chown, chmod), or choose another directory with --dir."
+            what,
+            f"Make {there} writable for this user (chown {os.getuid()}, or chmod), or choose another directory with "
+            "--dir.",
         )
     if error.errno == errno.EROFS:
         return DirectoryError(what, "Choose a directory on a file system that can be written to with --dir.")

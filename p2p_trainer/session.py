@@ -32,6 +32,7 @@ from dht_config.invite import MAX_ADDRESSES, Invite
 from dht_config.manifest import RunManifest
 from dht_config.network import NetworkSettings
 from dht_config.records import SignedManifest, sign_manifest
+from p2p_trainer.archive import Archive
 from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, optimizer_from_tensors, save_checkpoint
 from p2p_trainer.compute import in_dtype
 from p2p_trainer.devices import device_failures, pick_device, set_thread_count
@@ -42,7 +43,8 @@ from p2p_trainer.modes import GradientMode, LocalMode, Mode
 from p2p_trainer.own_plan import OwnPlan
 from p2p_trainer.plan_facts import Plan
 from p2p_trainer.probe import Prober, start_prober
-from p2p_trainer.run_directory import RunDirectory
+from p2p_trainer.run_directory import SIGNED_MANIFEST_NAME, RunDirectory
+from p2p_trainer.serving import Door
 from p2p_trainer.settings import PeerSettings, default_data_directory
 from p2p_trainer.strategies import PARTIAL, MemoryStrategy, build_strategy
 from p2p_trainer.strategies.rotation import Rotation, next_trained
@@ -60,11 +62,7 @@ from peers.pipe import (
     BeginTraining,
     Configure,
     Connected,
-    Event,
     FragmentMeta,
-    Quiesce,
-    Quiet,
-    Resume,
     Stopped,
     Synced,
     Syncing,
@@ -152,6 +150,8 @@ class Session:
             path = default_data_directory() / self.target.run_id / name
         if self.target.manifest is not None and self.target.task is not None:
             check_model(self.target.manifest, self.target.task)
+        if self.target.invite is not None and not (path / SIGNED_MANIFEST_NAME).exists():  # else it is in already
+            self.target.invite.refuse_if_expired(time.time())
         raise_open_file_limit()
         self.directory = RunDirectory(path)
         try:
@@ -217,7 +217,8 @@ class Session:
                 socket_directory=directory.socket_directory(),  # last of what can fail: nobody would remove it
                 role=self.role,
                 addresses=tuple(addresses),
-                may_start=self.organiser is not None,
+                # A standby door that has been in the run opens it again by itself, as the first one does.
+                may_start=self.organiser is not None or (self.role == "serving" and self.stored is not None),
                 organiser_public_key=known_key,
                 needs_manifest=self.organiser is None and self.stored is None,
                 manifest_json=target.manifest.canonical_json() if target.manifest is not None else "",
@@ -252,13 +253,16 @@ class Session:
             self.view.status(NOT_DIALLED)
         else:
             self.view.status(address_line([address.text for address in addresses], reach(addresses[0])))
-            self.listener.invite(
-                Invite(
-                    run_id=self.target.run_id,
-                    organiser_public_key=signed.organiser_public_key,
-                    addresses=tuple(address.text for address in addresses[:MAX_ADDRESSES]),
-                )
+            texts = [address.text for address in addresses]
+            if self.role == "serving" and self.target.invite is not None:  # a standby: its invite names both doors
+                texts += [text for text in self.target.invite.addresses if text not in texts]
+            invite = Invite(
+                run_id=self.target.run_id,
+                organiser_public_key=signed.organiser_public_key,
+                addresses=tuple(texts[:MAX_ADDRESSES]),
             )
+            self.directory.keep_invite(invite.encode())
+            self.listener.invite(invite)
 
     def _wait_for(self, kind: type[Message]) -> Message:
         """The next message of a kind; others are shown as progress. :raises LeaveRequested:"""
@@ -359,51 +363,23 @@ class Session:
         synced = self._wait_for(Synced)
         self.view.status("Serving: volunteers can join. Ctrl-C ends this peer, not the run.")
         self._log_join(samples)
-        save_at = time.monotonic() + self.settings.checkpoint_seconds
-        fragments = synced.fragments
-        training = -1
-        while not self.leave.is_set:
-            for message in self.swarm.messages(0.5):
-                if isinstance(message, Event) and message.name == "peers":
-                    if message.fields["training"] != training:
-                        training = message.fields["training"]
-                        self.view.status(f"{training} peer(s) are training.")
-                elif isinstance(message, Event):
-                    self.metrics.write(message.name, **message.fields)
-                elif isinstance(message, Waiting):
-                    self.view.status(message.text)
-            if time.monotonic() >= save_at:
-                save_at = time.monotonic() + self.settings.checkpoint_seconds
-                self.swarm.send(Quiesce())
-                fragments = self._wait_for(Quiet).fragments
-                if problem := self._save_bases(prepared, fragments):
-                    self.view.status(f"Serving goes on, but the bases could not be saved: {problem}")
-                self.swarm.send(Resume())
+        door = Door(
+            swarm=self.swarm,
+            arena=prepared.arena,
+            directory=self.directory.path,
+            checkpoint_meta={**self._checkpoint_meta(prepared.layout), "restart": self.restart},
+            checkpoint_seconds=self.settings.checkpoint_seconds,
+            archive=Archive(self.directory.archive_path, self.settings.snapshot_versions, self.settings.snapshot_keep),
+            metrics=self.metrics,
+            view=self.view,
+            leave=self.leave,
+        )
+        door.serve(synced.fragments)
         stopped = self._stop()
-        problem = self._save_bases(prepared, stopped.fragments) if stopped is not None else NOT_STOPPED
+        problem = door.save(door.tensors(), stopped.fragments) if stopped is not None else NOT_STOPPED
         self.farewell = farewell_of_a_door(self.directory.path, problem)
         self.metrics.write("leave", reason=self.leave.reason, processed_samples=0, inner_steps=0, saved=not problem)
         return self.leave.reason
-
-    def _save_bases(self, prepared: Prepared, fragments: Sequence[FragmentMeta]) -> str:
-        """Returns what went wrong, or nothing."""
-        try:
-            save_checkpoint(
-                self.directory.path,
-                {"base": prepared.arena.base.clone(), "outer_state": prepared.arena.outer_state.clone()},
-                {
-                    **self._checkpoint_meta(prepared.layout),
-                    "clean": True,
-                    "restart": self.restart,
-                    "samples": 0,
-                    "steps": 0,
-                    "counts": [Counts() for _ in fragments],
-                    "fragments": [meta.to_json() for meta in fragments],
-                },
-            )
-        except CheckpointError as error:
-            return error.problem
-        return ""
 
     # -------------------------------------------------------------- training
 

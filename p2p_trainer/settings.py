@@ -87,6 +87,10 @@ class PeerSettings(BaseSettings):
     """How to save memory: full, checkpoint, host_optimizer, fragments or stream; by default the first that fits."""
     train_fragments: int | None = Field(default=None, ge=1, le=256)
     """With the strategies fragments and stream: how many to train at a time; by default as many as fit."""
+    snapshot_versions: int = Field(default=100, ge=0, le=10**6)
+    """A bootstrap peer keeps a snapshot of the model every so many versions; 0 for none."""
+    snapshot_keep: int = Field(default=5, ge=1, le=1000)
+    """How many of the newest snapshots are all kept; before them ever fewer are."""
     allow_files: bool = False
     """Let a run that was joined by invite read the files that its manifest names on this machine."""
     upload_limit: str | None = None

@@ -11,7 +11,7 @@ from dht_config.records import SignedManifest
 from p2p_trainer.findings import Finding, not_known
 from p2p_trainer.machine_checks import gigabytes, megabytes
 from p2p_trainer.target import Target, check_model, checked_manifest
-from peers.codecs import get_codec
+from p2p_trainer.traffic import DAY_SECONDS, cycle_bytes
 from peers.daemon import DialOutcome
 from peers.examination import ClockCompared, Dialled, DialledBack
 from peers.fragments import FragmentLayout
@@ -21,7 +21,6 @@ from peers.membership import View
 CLOCK_SECONDS = 5.0
 """A clock that is set by the network is right to a fraction of a second; one route's asymmetry does not make up 5 s."""
 SUGGESTED_PORT = 31337
-_DAY_SECONDS = 86400.0
 
 
 def judge_dials(dialled: Dialled) -> Finding:
@@ -150,28 +149,22 @@ def judge_nat(back: DialledBack, own: Collection[str]) -> Finding:
 
 
 def judge_traffic(manifest: RunManifest, layout: FragmentLayout, others_training: int) -> Finding:
-    """What rounds move in a day, each way, at cadence 1; matchmaking, the DHT and fetching bases come on top.
-
-    A member sends its contribution to the other reducers, and the average of its share to the other members: with
-    equal shares (N - 1) / N of a contribution and as much of an average, for each fragment in each cycle.
-    """
-    own = manifest.averaging.codec
-    bytes_a_cycle = sum(
-        get_codec(codec).encoded_bytes(layout.size(fragment))
-        for codec in (CODECS[0] if own == "auto" else own, manifest.averaging.answer_codec)
-        for fragment in range(layout.num_fragments)
-    )
+    """What rounds move in a day, each way, at cadence 1; matchmaking, the DHT and fetching bases come on top."""
     members = max(2, others_training + 1)
+    averaging = manifest.averaging
+    codec = CODECS[0] if averaging.codec == "auto" else averaging.codec
+    sizes = [layout.size(fragment) for fragment in range(layout.num_fragments)]
+    in_a_cycle = cycle_bytes(codec, averaging.answer_codec, sizes, members)
     cycle_seconds = manifest.run.tick_seconds * manifest.run.fragments
-    daily = bytes_a_cycle * (members - 1) / members * _DAY_SECONDS / cycle_seconds
-    line = daily * 8 / _DAY_SECONDS / 1e6
+    daily = in_a_cycle * DAY_SECONDS / cycle_seconds
+    line = daily * 8 / DAY_SECONDS / 1e6
     when = f"with {members} peers training" if others_training else "as soon as a second peer trains"
     return Finding(
         check="traffic",
         ok=True,
         cause=f"About {gigabytes(daily)} up and as much down a day ({line:.1f} Mbit/s each way) {when}, less "
         f"where the line does not carry every round; "
-        f"{megabytes(bytes_a_cycle * (members - 1) / members)} every {cycle_seconds:g} s.",
+        f"{megabytes(in_a_cycle)} every {cycle_seconds:g} s.",
     )
 
 

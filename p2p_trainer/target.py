@@ -13,7 +13,6 @@ from dht_config.errors import DataError, FingerprintError, InviteError, Manifest
 from dht_config.invite import Invite
 from dht_config.manifest import (
     EXAMPLES,
-    PROTOCOL_VERSION,
     RunManifest,
     differing_fields,
     example_manifest,
@@ -21,7 +20,10 @@ from dht_config.manifest import (
     parse_manifest,
     run_id,
 )
-from dht_config.records import SignedManifest
+from dht_config.records import SignedManifest, software_version
+from dht_config.versions import install_command, other_protocol
+from p2p_trainer.invites import door_of
+from p2p_trainer.run_directory import INVITE_NAME
 from p2p_trainer.tasks import Task, load_task
 from peers.fragments import FragmentLayout, cut
 
@@ -43,8 +45,14 @@ class Target:
 
 
 def read_target(text: str) -> Target:
-    """Understand what was given. :raises ManifestError: :raises InviteError:"""
+    """Understand what was given; a peer's directory stands for the invite in it.
+
+    :raises ManifestError: :raises InviteError:
+    """
     path = Path(text)
+    if len(text) < 256 and (path / INVITE_NAME).is_file():
+        invite = door_of(text)
+        return Target(run_id=invite.run_id, invite=invite)
     if text in EXAMPLES and not path.exists():
         return manifest_target(parse_manifest(example_manifest(text), f"the example {text}"))
     if text.lower().endswith(".toml") or (len(text) < 256 and path.is_file()):
@@ -72,24 +80,23 @@ def checked_manifest(signed: SignedManifest, target: Target, *, allow_files: boo
     :raises DataError: it wants to read files and may not
     :raises ManifestError: its task is not installed
     """
+    if (refusal := other_protocol(signed)) is not None:
+        raise refusal
     problems = []
-    task = manifest = None
-    if signed.protocol_version != PROTOCOL_VERSION:
-        problems.append(f"protocol_version: ours {PROTOCOL_VERSION}, theirs {signed.protocol_version}")
-    else:
-        manifest = signed.manifest()
-        task = manifest_target(manifest).task
-        if task is None or task.version != signed.task_version:
-            ours = task.version if task is not None else None
-            problems.append(f"version of the task {manifest.task.name}: ours {ours}, theirs {signed.task_version}")
-        if target.manifest is not None:
-            ours_json = json.loads(target.manifest.canonical_json())
-            problems += differing_fields(ours_json, json.loads(signed.manifest_json))
-    if problems or task is None or manifest is None:
+    manifest = signed.manifest()
+    task = manifest_target(manifest).task
+    if task is None or task.version != signed.task_version:
+        ours = task.version if task is not None else None
+        problems.append(f"version of the task {manifest.task.name}: ours {ours}, theirs {signed.task_version}")
+    if target.manifest is not None:
+        ours_json = json.loads(target.manifest.canonical_json())
+        problems += differing_fields(ours_json, json.loads(signed.manifest_json))
+    if problems or task is None:
         raise FingerprintError(
-            f"This peer and the run {signed.run_id()} differ in {'; '.join(problems)}.",
-            f"The run was started with p2p-trainer {signed.software_version}: install that version, or use the "
-            "run's own manifest.",
+            f"This peer (p2p-trainer {software_version()}) and the run {signed.run_id()} differ in "
+            f"{'; '.join(problems)}.",
+            f"The run was started with p2p-trainer {signed.software_version}: install that version "
+            f"({install_command(signed.software_version)}), or use the run's own manifest.",
         )
     wanted = [f"{key} = {manifest.data[key]}" for key in ("files", "tokenizer") if key in manifest.data]
     if target.invite is not None and wanted and not allow_files:

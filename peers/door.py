@@ -21,6 +21,7 @@ from dht_config.keys import manifest_key, run_manifest_key
 from dht_config.manifest import differing_fields
 from dht_config.records import SignedManifest
 from dht_config.validators import SwarmRecordValidator
+from dht_config.versions import other_protocol
 from peers.clock import SwarmClock, correction, measure_offset
 from peers.daemon import DialOutcome, DialReport, dial_all
 from peers.messages import Ask, AskHeader, DialBack, DialBackHeader
@@ -270,6 +271,9 @@ async def fetch_manifest(
         await asyncio.sleep(0.5 * (attempt + 1))
         await still_there()
     for other, signed in others.items():
+        same_name = other.rpartition("-")[0] == run_id.rpartition("-")[0]
+        if same_name and (refusal := other_protocol(signed)) is not None:
+            raise refusal
         differences = []
         if ours_json:
             differences = differing_fields(json.loads(ours_json), json.loads(signed.manifest_json))

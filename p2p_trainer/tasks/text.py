@@ -134,6 +134,18 @@ class TextTask:
             starts = starts[np.arange(max_samples, dtype=np.int64) * len(starts) // max_samples]
         return [_windows(tokens, starts[at : at + batch_size], length) for at in range(0, len(starts), batch_size)]
 
+    def save_tokenizer(self, directory: Path) -> None:
+        """Write the tokenizer beside an exported model, so that ``AutoTokenizer`` gives what the model was trained on.
+
+        Raises OSError.
+        """
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = self._tokenizer if self._tokenizer is not None else byte_tokenizer()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False).save_pretrained(
+            directory
+        )
+
     @cached_property
     def _corpus(self) -> _Corpus:
         documents = _user_documents(self._data.files) if self._data.files else _library_documents()
@@ -177,6 +189,21 @@ class TextTask:
                 problem=f"[model] vocab_size = {vocab_size} is too small: {what} needs {needed}.",
                 remedy=f"Set vocab_size = {needed}.",
             )
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose token ids are the bytes of the text in UTF-8, 0 to 255."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # A byte-level tokenizer shows each byte as a printable character: itself where it is one, else one from 256 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(BYTE_VALUES) if byte not in printable]
+    vocabulary = {chr(byte): byte for byte in printable}
+    vocabulary |= {chr(BYTE_VALUES + rank): byte for rank, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def create(model: Mapping[str, Any], data: Mapping[str, Any]) -> TextTask:

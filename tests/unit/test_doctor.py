@@ -226,7 +226,7 @@ def test_the_runs_manifest_is_checked_as_for_joining(tmp_path: Path) -> None:
     ("changed", "says"),
     [
         ({"task_version": 99}, "version of the task digits"),
-        ({"protocol_version": PROTOCOL_VERSION + 1}, "protocol_version"),
+        ({"protocol_version": PROTOCOL_VERSION + 1}, "protocol version"),
     ],
 )
 def test_a_run_of_another_kind_is_told_apart(tmp_path: Path, changed: dict[str, Any], says: str) -> None:

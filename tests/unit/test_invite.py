@@ -40,6 +40,7 @@ invites = st.builds(
     run_id=st.from_regex(r"[a-z0-9][a-z0-9-]{0,40}-[0-9a-f]{16}", fullmatch=True),
     organiser_public_key=st.binary(min_size=32, max_size=32),
     addresses=st.lists(addresses, min_size=1, max_size=MAX_ADDRESSES).map(tuple),
+    good_until=st.none() | st.integers(0, 2**40 - 1),
 )
 
 
@@ -47,7 +48,7 @@ invites = st.builds(
 @given(invites)
 def test_an_invite_is_one_word_of_letters_and_digits_that_reads_back(invite: Invite) -> None:
     code = invite.encode()
-    assert re.fullmatch(r"p2pt1[a-z2-7]+", code)
+    assert re.fullmatch(r"p2pt[12][a-z2-7]+", code)
     assert Invite.decode(code) == invite
 
 
@@ -138,8 +139,25 @@ def test_the_longest_invite_reads_back() -> None:
 
 
 def test_an_invite_of_another_version_is_told_from_a_broken_one() -> None:
-    with pytest.raises(InviteError, match="version 2"):
+    with pytest.raises(InviteError, match=r"version 3; this program reads 1 and 2.*Update p2p-trainer"):
+        Invite.decode(CODE.replace("p2pt1", "p2pt3"))
+    with pytest.raises(InviteError, match="changed"):
         Invite.decode(CODE.replace("p2pt1", "p2pt2"))
+
+
+def test_an_invite_with_an_expiry_is_good_until_then_and_refused_in_words_afterwards() -> None:
+    invite = INVITE.model_copy(update={"good_until": 1_800_000_000})
+    code = invite.encode()
+    assert code.startswith("p2pt2") and Invite.decode(f"Join us: {code}, thanks") == invite
+    invite.refuse_if_expired(1_800_000_000)
+    INVITE.refuse_if_expired(1e12)
+    with pytest.raises(
+        InviteError, match="good until 2027-01-15 08:00 UTC; this machine's clock says 2027-01-15 08:01"
+    ):
+        invite.refuse_if_expired(1_800_000_060)
+    for length in range(5, len(code)):
+        with pytest.raises(InviteError, match="cut off"):
+            Invite.decode(code[:length])
 
 
 @unhurried

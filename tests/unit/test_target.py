@@ -35,6 +35,15 @@ def test_an_invite_may_come_wrapped_by_a_chat_program() -> None:
     assert read_target(f'  "{code[:60]}\n{code[60:]}"\n').invite == INVITE
 
 
+def test_a_peers_directory_stands_for_the_invite_in_it(tmp_path: Path) -> None:
+    (tmp_path / "door").mkdir()
+    (tmp_path / "door/invite").write_text(INVITE.encode() + "\n")
+    assert read_target("door").invite == INVITE
+    (tmp_path / "door/invite").unlink()
+    with pytest.raises(InviteError):
+        read_target("door")
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_named_without_a_path(name: str) -> None:
     target = read_target(name)

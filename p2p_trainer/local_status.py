@@ -1,0 +1,128 @@
+"""What the peers of this machine do, read from their directories: no network, no torch, nothing that disturbs them.
+
+Made for a container's or a service's health check. Whether others can reach a peer is not seen from here: ``doctor``
+asks them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from p2p_trainer.run_directory import LOCK_NAME, METRICS_NAME
+
+STALE_SECONDS = 900.0
+"""A peer that trains writes an event every ten seconds; a step of a slow machine, or a fetch, may take minutes."""
+TAIL_BYTES = 256 * 1024
+"""Of the metrics: some thousand events."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPeer:
+    """One peer's directory, as it looks from outside."""
+
+    directory: str
+    role: str
+    """"training" or "serving"."""
+    running: bool
+    state: str
+    """In words."""
+    healthy: bool
+    samples: int | None
+    """Processed, as told last."""
+    seconds_since_event: float | None
+
+
+def peers_below(data_directory: Path) -> list[Path]:
+    """Every directory of a peer below the one that holds all runs."""
+    return sorted(path.parent for path in data_directory.glob(f"*/*/{LOCK_NAME}"))
+
+
+def look(directory: Path, now: float) -> LocalPeer:
+    """Read one peer's directory. :param now: unix seconds"""
+    running = is_locked(directory / LOCK_NAME)
+    events = _last_start(_tail(directory / METRICS_NAME))
+    role = "serving" if (directory / "organiser.key").exists() or directory.name == "bootstrap" else "training"
+    kinds = {str(event["event"]) for event in events}
+    age = max(0.0, now - float(events[-1]["time"])) if events else None
+    stale = "training_started" in kinds and age is not None and age > STALE_SECONDS
+    if not running:
+        left = [event for event in events if event["event"] == "leave"]
+        state = f"not running: left ({left[-1].get('reason', '')})" if left else "not running"
+    elif stale:
+        state = f"runs, but nothing was heard of it for {(age or 0.0) / 60:.0f} minutes"
+    elif "training_started" in kinds:
+        state = "trains"
+    elif "join" in kinds:
+        state = "serves" if role == "serving" else "is in the swarm"
+    else:
+        state = "starts"
+    samples = [event["samples"] for event in events if event["event"] == "train" and "samples" in event]
+    return LocalPeer(
+        directory=str(directory),
+        role=role,
+        running=running,
+        state=state,
+        healthy=running and "join" in kinds and not stale,
+        samples=int(samples[-1]) if samples else None,
+        seconds_since_event=age,
+    )
+
+
+def is_healthy(peers: Sequence[LocalPeer]) -> bool:
+    """At least one runs, and all that run are in the swarm and have something to say."""
+    running = [peer for peer in peers if peer.running]
+    return bool(running) and all(peer.healthy for peer in running)
+
+
+def line(peer: LocalPeer) -> str:
+    """One peer for people."""
+    told = f", {peer.samples:,} samples" if peer.samples is not None else ""
+    heard = f", last event {peer.seconds_since_event:.0f} s ago" if peer.seconds_since_event is not None else ""
+    return f"{'✓' if peer.healthy else '✗'} {peer.directory}: {peer.state}{told}{heard}"
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a peer holds the lock of its directory. Where nobody does it is ours for an instant: peers wait."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no file, no right to it
+        return False
+    return False
+
+
+def now() -> float:
+    """This machine's clock, which events are written with."""
+    return time.time()
+
+
+def _tail(path: Path) -> list[dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    events = []
+    for text in lines:  # the first one may be cut, the last one torn
+        with suppress(ValueError):
+            event = json.loads(text)
+            if isinstance(event, dict) and isinstance(event.get("time"), int | float) and "event" in event:
+                events.append(event)
+    return events
+
+
+def _last_start(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events since the goodbye before the last one: a start's own, or the last start's if nobody runs."""
+    goodbyes = [index for index, event in enumerate(events[:-1]) if event["event"] == "leave"]
+    return events[goodbyes[-1] + 1 :] if goodbyes else events
