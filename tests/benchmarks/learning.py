@@ -29,10 +29,10 @@ full, 400 rounds, 1 seed     1.624                    1.716                     
 That one process ends above the swarm at full size does not say that swarms learn better: a third of the example's
 inner learning rate suits it better, and at that rate, in the quick runs, it is ahead.
 
-Peers that train some fragments by turns (``--compare memory --rounds 200``, ``learning-memory-200-rounds.json``, two
+Peers that train some fragments by turns (``--compare memory --rounds 200``, ``learning-memory-200-rounds.json``, three
 seeds), until the base holds as many samples as with everybody whole: with the four slowest of eight training 2 of 4
-fragments 0.984 ± 0.003 of the default's loss (1.832 for 1.862), with all but the fastest 0.975 ± 0.004. That they end
-lower has a plain reason: they need more rounds for those samples, and in each less is averaged.
+fragments 0.985 ± 0.003 of the default's loss (1.826 for 1.854), with all but the fastest 0.981 ± 0.010 (1.818). They
+need more rounds for those samples, and in each less is averaged, which may be why they end lower.
 
 What it does not show: networks, late or lost peers, churn, private data, models above a few million parameters,
 learning-rate schedules that end low. Everyone is in every round, and every contribution is counted.
