@@ -33,6 +33,8 @@ HASTY_ANSWER_SECONDS = 6.0
 """Where answers are waited for longer than this, limits on donors are stretched from the start."""
 KEEPER_SECONDS = 5.0
 """A serving peer follows the swarm by one fragment at a time, this often; at once if somebody leaves."""
+USED_UP_SECONDS = 30.0
+USED_UP = "A day's traffic is used up: the model is fetched after midnight UTC."
 SYNC_ROUNDS_BETWEEN_NOTES = 10
 
 
@@ -87,6 +89,12 @@ class BaseKeeper:
             # Restored parameters stand on the restored base, however often it is replaced before training begins.
             reference = state.base.clone()
             while True:
+                while self._run.allowance.is_used_up:
+                    if state.version >= 0:
+                        state.snapshot.copy_(reference)
+                        return False  # training goes on with what is here, alone
+                    self._run.training.send(Waiting(USED_UP))
+                    await asyncio.sleep(USED_UP_SECONDS)
                 async with slots:
                     claim = self.better_claim(state)
                     fetched = await self._fetch(state, claim, progress.note) if claim is not None else None

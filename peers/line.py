@@ -116,6 +116,16 @@ def next_codec(current: CodecName, rate: LineRate, use: Callable[[str], LineUse]
     return min(current, cautious, key=CODECS.index)
 
 
+def announced_megabits(known: LineRate, allowed: LineRate) -> float | None:
+    """What to tell others that our line carries each way; None as long as the way up is not known.
+
+    They give us a share to reduce by it, and a line that comes down fast may be slow upwards.
+    """
+    rate = known.at_most(allowed)
+    megabits = rate.megabits_per_second
+    return min(MOST_MEGABITS_PER_SECOND, megabits) if megabits is not None and math.isfinite(rate.up) else None
+
+
 def limiting(measured: LineRate, known: LineRate, others_kilobits: int) -> LineRate:
     """What is known to limit us: our line may be it only if it carried much less than the others' lines together do.
 
@@ -168,6 +178,7 @@ class RateMeter:
     """What one round's traffic says of our line, and of nobody else's.
 
     *Up*: reducers say how long our parts took to arrive. When their averages come says nothing: they wait for others.
+    What this does not stop: two reducers of a round that both say it took long make us encode more strongly.
     *Down*: the most that came in any stretch of it, since before and after it others may have kept us waiting.
     """
 
@@ -198,7 +209,8 @@ class RateMeter:
     @property
     def rate(self) -> LineRate:
         moved = sum(total_bytes for total_bytes, _ in self._sent.values())
-        # They all went at once, over one line.
-        longest = max((seconds for _, seconds in self._sent.values()), default=0.0)
+        # They all went at once, over one line. Of many reducers one may lie about it, or have stalled.
+        seconds = sorted(seconds for _, seconds in self._sent.values())
+        longest = seconds[-2 if len(seconds) > 2 else -1] if seconds else 0.0
         up = moved / longest if moved >= MEASURABLE_UP_BYTES else math.inf
         return LineRate(up=up, down=self._best_down or math.inf)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import random
+import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Literal
@@ -34,6 +35,7 @@ from peers.transport import TRANSPORT_ERRORS
 
 logger = logging.getLogger(__name__)
 
+MOST_USUAL = 10.0
 RECORD_SECONDS = 30.0
 """How long a record of ours stands; a silent peer is forgotten after it."""
 PUBLISH_SECONDS = 5.0
@@ -373,12 +375,17 @@ class Presence:
 
 
 def coverage(profiles: Iterable[PeerProfile], num_fragments: int) -> list[float]:
-    """For each fragment, the samples per second of those who train it."""
+    """For each fragment, the samples per second of those who train it.
+
+    Nobody counts for more than ten usual peers, whatever it announces.
+    """
+    profiles = list(profiles)
+    most = MOST_USUAL * statistics.median(profile.samples_per_second for profile in profiles) if profiles else 0.0
     rates: list[list[float]] = [[] for _ in range(num_fragments)]
     for profile in profiles:
         trained = indices_of(profile.trains, num_fragments) if profile.trains else None
         for fragment in range(num_fragments) if trained is None else trained:
-            rates[fragment].append(profile.samples_per_second)
+            rates[fragment].append(min(profile.samples_per_second, most))
     return [math.fsum(each) for each in rates]  # whatever the order: equally covered fragments must compare as equal
 
 

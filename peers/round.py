@@ -10,7 +10,7 @@ goes on reducing for the others all the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -176,7 +176,7 @@ class Round:
             bytes_received=self.bytes_received,
         )
 
-    async def answer(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncIterator[Average]:
+    async def answer(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncGenerator[Average, None]:
         """Serve one sender: count its parts as they come, send each average as soon as it exists."""
         sender = self.plan.index(remote_id)
         if sender is None or sender == self.own_index or sender in self._streaming or self.over.done():
@@ -390,7 +390,9 @@ class Round:
             self.meter.came(asyncio.get_running_loop().time(), len(message.body))
             sent_bytes += self._sent.get((start, stop), 0)
             seconds = header.received_ms / 1000
-            if self.own_index in included and seconds <= self._seconds():
+            # A root of another group also counts how long we waited for our own.
+            own_group = self.plan.index(reducer) in self.plan.groups[self._group]
+            if own_group and self.own_index in included and seconds <= self._seconds():
                 self.meter.arrived(reducer, sent_bytes, seconds)
             await take(header.part, message.body, values, included)
             received += 1

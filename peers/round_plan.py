@@ -9,7 +9,7 @@ of S bytes and a share f, a member moves ``S * (1 + f * (N - 2) / m)`` bytes eac
 shares are ``f = (T * b - 1) * m / (N - 2)``, T being the time at which they add up to 1, and 0 where that is negative.
 
 A member that cannot be dialled, as behind NAT, gets no share: all that it sends and gets goes over connections
-that it opened itself. Nor does one whose line is too slow for every round, or not measured yet where others' are.
+that it opened itself. Nor does one whose line is too slow for every round, or not measured yet where most others' are.
 
 **Groups.** Above ``target_group_size`` members there are several groups, all ending on one base. Each group has one
 reducer for every share; the reducers of one share in different groups are counterparts. Group members send to their own
@@ -158,8 +158,9 @@ def _unable(members: Sequence[GroupMember], target_group_size: int) -> set[int]:
     failed = unreliable(members, target_group_size)
     undialled = {index for index, member in enumerate(members) if not member.can_be_dialled}
     slow = {index for index, member in enumerate(members) if member.cadence > min(one.cadence for one in members)}
-    if any(member.kilobits_per_second for member in members):
-        slow |= {index for index, member in enumerate(members) if not member.kilobits_per_second}
+    unmeasured = {index for index, member in enumerate(members) if not member.kilobits_per_second}
+    if 2 * len(unmeasured) < len(members):  # else a few that are, or say so, would reduce everything
+        slow |= unmeasured
     choices = (failed | undialled | slow, failed | undialled, undialled, failed)
     return next(unable for unable in choices if len(unable) < max(1, len(members)))
 

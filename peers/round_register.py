@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from hivemind.p2p import PeerID
 
@@ -52,8 +53,10 @@ class RoundRegister:
         current = await self._round_of(first.header.group_id, remote_id)
         if current is None:
             return
-        async for answer in current.answer(_chain(first, stream), remote_id):
-            yield answer
+        # Closed here and not at some later time: its reader must be gone before the stream that it reads is closed.
+        async with aclosing(current.answer(_chain(first, stream), remote_id)) as answers:
+            async for answer in answers:
+                yield answer
 
     async def _round_of(self, group_id: bytes, remote_id: PeerID) -> Round | None:
         """The round of a group, waited for a moment if we do not know of it yet; a few such waits per peer."""

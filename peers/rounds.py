@@ -24,7 +24,7 @@ from peers.contribution import Outgoing
 from peers.fragment_state import FragmentState
 from peers.grouping import AWAKE_SECONDS, FragmentMatchmaking, GroupSearch, NodeAsDHT
 from peers.ledger import Counts, PendingSpan
-from peers.line import CodecName, LineRate, LineUse, limiting, line_use
+from peers.line import CodecName, LineRate, LineUse, announced_megabits, limiting, line_use
 from peers.lineage import held_again
 from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
@@ -355,7 +355,7 @@ class RoundKeeper:
             steps_total=taken.steps,
             spans=tuple((span.start, span.stop, span.samples, span.steps) for span in spans),
             attempt=attempt,
-            megabits_per_second=self._run.link_rate.megabits_per_second,
+            megabits_per_second=announced_megabits(self._run.link_rate.rate, self._run.allowance.rate),
             distrusted=self._reducers.distrusted(self._run.clock.now())[:MAX_DISTRUSTED],
             can_be_dialled=self._run.can_be_dialled,
             cadence=self._presence.cadence.announced,

@@ -26,7 +26,7 @@ from peers.line import LinkRate
 from peers.lineage import Claim
 from peers.messages import BaseAnswer, BasePieceHeader, BaseRequest
 from peers.outer import NO_HISTORY, base_digest
-from peers.pipe import FragmentMeta, Synced, Syncing
+from peers.pipe import FragmentMeta, Synced, Syncing, Waiting
 from peers.transport import Handler
 
 SIZE = 300_000  # a fragment of 2.4 MB: four donors at once
@@ -84,6 +84,7 @@ class Peer:
             training=SimpleNamespace(send=self.told.append, begun=None),
             own_id=self.id.to_bytes(),
             link_rate=LinkRate(),
+            allowance=SimpleNamespace(is_used_up=False),
         )
         presence = SimpleNamespace(
             view=SimpleNamespace(
@@ -97,7 +98,7 @@ class Peer:
             changed=asyncio.Event(),
             cadence=Cadence(swarm.schedule),
         )
-        self.presence = presence
+        self.presence, self.allowance = presence, run.allowance
         self.keeper = BaseKeeper(run, presence, self.line)  # type: ignore[arg-type]
         if version >= 0:
             self.be_at(version)
@@ -217,6 +218,25 @@ def test_a_peer_that_needs_nothing_shows_no_download() -> None:
         back = await swarm.add("back", 3)
         await back.sync()
         assert [type(told) for told in back.told] == [Synced]
+        assert not swarm.calls
+
+    asyncio.run(scene())
+
+
+def test_whose_day_is_used_up_trains_on_what_it_has_and_a_newcomer_waits_for_another_day() -> None:
+    async def scene() -> None:
+        swarm = Swarm()
+        await swarm.add("donor", 3)
+        back, newcomer = await swarm.add("back", 2), await swarm.add("newcomer")
+        for peer in (back, newcomer):
+            peer.allowance.is_used_up = True
+        await back.sync()
+        assert any(isinstance(told, Synced) for told in back.told) and not back.presence.caught_up
+        waiting = asyncio.create_task(newcomer.sync())
+        while not any(isinstance(told, Waiting) and "midnight" in told.text for told in newcomer.told):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
         assert not swarm.calls
 
     asyncio.run(scene())

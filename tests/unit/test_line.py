@@ -23,6 +23,7 @@ from peers.line import (
     LineUse,
     LinkRate,
     RateMeter,
+    announced_megabits,
     least_codec,
     limiting,
     line_use,
@@ -139,6 +140,21 @@ def test_the_way_up_is_what_reducers_say_and_the_slowest_of_them_counts() -> Non
     assert meter.rate == LineRate(up=120_000 / 0.4)
     meter.arrived("one", 10**9, 0.0)
     assert meter.rate == LineRate(up=120_000 / 0.4), "it did not say"
+
+
+def test_of_several_reducers_one_that_says_it_took_long_is_not_believed() -> None:
+    meter = RateMeter()
+    for reducer, seconds in (("one", 0.4), ("other", 0.4), ("liar", 100.0)):
+        meter.arrived(reducer, 40_000, seconds)
+    assert meter.rate == LineRate(up=120_000 / 0.4)
+
+
+def test_a_line_is_announced_when_its_way_up_is_known_and_never_above_what_is_allowed() -> None:
+    assert announced_megabits(megabits(math.inf, 50), LineRate()) is None, "it may be slow upwards"
+    assert announced_megabits(megabits(5, 50), LineRate()) == pytest.approx(5)
+    assert announced_megabits(megabits(5, math.inf), megabits(1)) == pytest.approx(1)
+    assert announced_megabits(LineRate(), LineRate()) is None
+    assert announced_megabits(megabits(1e9), LineRate()) == 1e6
 
 
 def test_one_reducer_that_lies_about_the_way_up_is_outvoted() -> None:

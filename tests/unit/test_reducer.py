@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from peers.reducer import (
     decode_values,
 )
 from peers.round_plan import GroupMember, RoundPlan, Share
+from peers.weighting import WEIGHTING_NAMES, get_weighting
 
 
 def whole(size: int, samples: int) -> tuple[PendingSpan, ...]:
@@ -61,7 +63,9 @@ def expected_mean(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
     return mean
 
 
-def reducer_of(ranges: Sequence[tuple[int, int]], spans: Sequence[tuple[PendingSpan, ...]]) -> PartReducer:
+def reducer_of(
+    ranges: Sequence[tuple[int, int]], spans: Sequence[tuple[PendingSpan, ...]], cadences: Sequence[int] = ()
+) -> PartReducer:
     """Member 0, that reduces everything for one group."""
     everybody = tuple(range(len(spans)))
     plan = RoundPlan(
@@ -70,7 +74,13 @@ def reducer_of(ranges: Sequence[tuple[int, int]], spans: Sequence[tuple[PendingS
         fragment=0,
         size=ranges[-1][1],
         members=tuple(
-            GroupMember(peer_id=PeerID(bytes([index]) * 34), spans=own, samples=1, steps=1)
+            GroupMember(
+                peer_id=PeerID(bytes([index]) * 34),
+                spans=own,
+                samples=1,
+                steps=1,
+                cadence=cadences[index] if cadences else 1,
+            )
             for index, own in enumerate(spans)
         ),
         groups=(everybody,),
@@ -93,6 +103,29 @@ def test_two_members_are_averaged_by_their_samples() -> None:
         assert values_of(averaged).tolist() == [2.0, 1.0]
         assert averaged.included == {0, 1}
         assert indices_of(averaged.mask, 2) == {0, 1}
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("weighting", WEIGHTING_NAMES)
+def test_what_was_made_on_bases_of_the_past_weighs_less(weighting: str) -> None:
+    """A member of cadence 4 with four times the samples weighs as much as one that is in every round."""
+    rules = Rules(weighting=get_weighting(weighting))
+    fresh = GroupMember(peer_id=PeerID(b"a" * 34), spans=(), samples=9, steps=9)
+    stale = replace(fresh, cadence=4)
+    span = PendingSpan(start=0, stop=4, samples=20, steps=5)
+    assert rules.value_weight(stale, span) == pytest.approx(rules.value_weight(fresh, span) / 4)
+    assert rules.normaliser_terms(stale, span) == pytest.approx(
+        [one / 4 for one in rules.normaliser_terms(fresh, span)]
+    )
+
+
+def test_the_average_weighs_a_stale_member_by_its_announced_cadence() -> None:
+    async def scene() -> None:
+        reducer = reducer_of([(0, 2)], [whole(2, 10), whole(2, 40)], cadences=[1, 4])
+        await add(reducer, 0, 0, [1.0, 2.0])
+        await add(reducer, 1, 0, [5.0, -2.0])
+        assert values_of(await reducer.result(0)).tolist() == [3.0, 0.0]
 
     asyncio.run(scene())
 

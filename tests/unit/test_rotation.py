@@ -111,4 +111,7 @@ def test_coverage_counts_a_peer_where_it_trains_and_equal_sums_are_equal() -> No
     assert coverage(some, 4) == [0.75, 0.25, 0.75, 0.25]
     three = [profile(b"", rate) for rate in (0.1, 0.2, 0.3)]
     assert coverage(three, 1) == coverage(reversed(three), 1)
+    boasting = [*three, profile(b"\x01", 1e9)]
+    assert coverage(boasting, 2)[0] < 4, "nobody counts for more than ten usual peers"
+    assert coverage([], 3) == [0.0] * 3
     assert coverage([profile(b"\xff\xff", 1.0)], 4) == [1.0] * 4, "a mask that fits no run says nothing"

@@ -127,6 +127,7 @@ def test_a_link_that_was_not_measured_reduces_nothing_where_others_are() -> None
     """A newcomer may be on a line of 2 Mbit/s; its contribution will tell."""
     assert reducers(plan([member(0, 80_000), member(1), member(2, 80_000)])) == {0, 2}
     assert reducers(plan([member(0), member(1), member(2)])) == {0, 1, 2}
+    assert reducers(plan([member(0, 1), member(1), member(2)])) == {0, 1, 2}, "one that says a rate does not get it all"
     home = member(0, 80_000, can_be_dialled=False)
     made = plan([home, member(1), member(2)], 9000, part_elements=9000)
     sizes = {share.reducers[0]: sum(stop - start for start, stop in share.parts) for share in made.shares}
