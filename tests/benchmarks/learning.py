@@ -216,8 +216,9 @@ class Results:
 
     def resume(self, path: Path) -> None:
         """Take over what a file holds. :raises ValueError: it is of another scale, or of other defaults"""
-        report = json.loads(path.read_text())
-        if report["scale"] != self.described_scale() or report["default"] != json.loads(json.dumps(_settings(DEFAULT))):
+        report, defaults = json.loads(path.read_text()), json.loads(json.dumps(_settings(DEFAULT)))
+        # A choice that came later was, before, what it is by default.
+        if report["scale"] != self.described_scale() or {**defaults, **report["default"]} != defaults:
             raise ValueError(f"{path} holds results of another scale or of other defaults; name another file")
         for row in report["cells"]:
             runs = {int(seed): Outcome(**run) for seed, run in row["runs"].items()}
