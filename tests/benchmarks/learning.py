@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learning_swarm import Cell, FlatModel, Outcome, Scale, run_cell, task_of
+from learning_swarm import STALENESS, Cell, FlatModel, Outcome, Scale, run_cell, task_of
 from rich.console import Console
 from rich.table import Table
 
@@ -125,6 +125,12 @@ def weighting_cells() -> Iterator[Cell]:
         yield replace(
             DEFAULT, name=f"{name}, fastest 3 with batch x 4", weighting=name, batch_factors=(4, 4, 4), brief=False
         )
+
+
+def staleness_cells() -> Iterator[Cell]:
+    """The fastest peer and two others on lines that carry every fourth round, which is half of all samples."""
+    for rule in STALENESS:
+        yield replace(DEFAULT, name=f"slow lines, {rule}", slow_lines=(0, 3, 5), staleness=rule, brief=False)
 
 
 def outer_cells() -> Iterator[Cell]:
@@ -210,8 +216,9 @@ class Results:
 
     def resume(self, path: Path) -> None:
         """Take over what a file holds. :raises ValueError: it is of another scale, or of other defaults"""
-        report = json.loads(path.read_text())
-        if report["scale"] != self.described_scale() or report["default"] != json.loads(json.dumps(_settings(DEFAULT))):
+        report, defaults = json.loads(path.read_text()), json.loads(json.dumps(_settings(DEFAULT)))
+        # A choice that came later was, before, what it is by default.
+        if report["scale"] != self.described_scale() or {**defaults, **report["default"]} != defaults:
             raise ValueError(f"{path} holds results of another scale or of other defaults; name another file")
         for row in report["cells"]:
             runs = {int(seed): Outcome(**run) for seed, run in row["runs"].items()}
@@ -271,7 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, help="rounds of each fragment")
-    parser.add_argument("--compare", choices=["weighting", "outer", "codec", "memory", "all"], default="all")
+    parser.add_argument(
+        "--compare", choices=["weighting", "outer", "codec", "memory", "staleness", "all"], default="all"
+    )
     parser.add_argument(
         "--only",
         default="",
@@ -295,6 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells += weighting_cells()
     if options.compare in ("outer", "all"):
         cells += outer_cells()
+    if options.compare in ("staleness", "all"):
+        cells += staleness_cells()
     if options.compare in ("memory", "all"):
         cells += memory_cells()
     if options.quick and options.compare == "all" and not options.only:
@@ -303,7 +314,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = options.only.split("|")
         cells = [cell for cell in cells if cell is DEFAULT or any(_means(text, cell) for text in wanted)]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    everything = [DEFAULT, *BASELINES, *codec_cells(), *weighting_cells(), *outer_cells(), *memory_cells()]
+    everything = [
+        DEFAULT,
+        *BASELINES,
+        *codec_cells(),
+        *weighting_cells(),
+        *outer_cells(),
+        *memory_cells(),
+        *staleness_cells(),
+    ]
     results = Results(scale, everything)
     if options.resume and options.json.exists():
         results.resume(options.json)

@@ -83,10 +83,25 @@ class Cell:
     Such a cell runs until as many samples are in the base as without them."""
     trained_fragments: int = 0
     """How many those train at a time."""
+    slow_lines: tuple[int, ...] = ()
+    """Peers that take part in every fourth round of a fragment, and then bring what they trained since their last."""
+    staleness: str = "none"
+    """By which rule the weight of what was trained on a base of the past falls: see ``STALENESS``."""
     inner_lr_factor: float = 1.0
     """Times the example's inner learning rate: outer and inner steps multiply."""
     brief: bool = True
     """Whether it is run when a quick look at everything is asked for."""
+
+
+SLOW_CADENCE = 4
+STALENESS: dict[str, Callable[[int], float]] = {
+    "none": lambda rounds: 1.0,
+    "half": lambda rounds: 0.5 if rounds else 1.0,
+    "root": lambda rounds: (1 + rounds) ** -0.5,
+    "inverse": lambda rounds: 1 / (1 + rounds),
+}
+"""Weight times this, by the rounds that went by without the peer: not at all; by half however many; by the polynomial
+of FedAsync (Xie, Koyejo, Gupta 2019, arXiv:1903.03934) with its exponent 0.5, and with 1."""
 
 
 class FlatModel:
@@ -168,6 +183,17 @@ class Peer:
         self.accounted = [0] * scale.fragments
         """For each fragment, the steps that are in a contribution."""
         self.residual = torch.zeros_like(initial)
+        self.cadence = 1
+        self.stands_on = initial.clone()
+        """The base that progress is measured from, of a peer that skips rounds."""
+
+    def is_due(self, cycle: int, fragment: int) -> bool:
+        return (cycle + fragment) % self.cadence == 0
+
+    def fetch(self, where: slice, base: Tensor) -> None:
+        """Before its round: what others made since goes under its progress."""
+        self.net.values[where].add_(base).sub_(self.stands_on[where])
+        self.stands_on[where] = base
 
     def steps_of(self, fragment: int) -> int:
         """In which that fragment was trained."""
@@ -256,7 +282,8 @@ class Round:
     lands_at_tick: int
     base: Tensor
     momentum: Tensor
-    references: list[Tensor]
+    references: list[Tensor | None]
+    """None for a peer that skipped it."""
     element_samples: int
 
 
@@ -288,6 +315,8 @@ class Swarm:
             self.peers[index] = PartialPeer(
                 scale, self.base, seed * 1000 + index, cell.trained_fragments, scale.steps_per_cycle[index]
             )
+        for index in cell.slow_lines:
+            self.peers[index].cadence = SLOW_CADENCE
         self.weighting = get_weighting(cell.weighting)
         self.outer = Nesterov(lr=cell.lr, momentum=cell.momentum)
         self.feedback = ErrorFeedback(beta=cell.beta)
@@ -322,16 +351,22 @@ class Swarm:
         where = self.layout.slice(fragment)
         base = self.base[where]
         total, terms = torch.zeros_like(base), []
-        references = []
+        references: list[Tensor | None] = []
         element_samples = 0
         for peer in self.peers:
+            if not peer.is_due(tick // self.scale.fragments, fragment):
+                references.append(None)
+                continue
+            if peer.cadence > 1:
+                peer.fetch(where, base)
+            stale = STALENESS[cell.staleness](peer.cadence - 1)
             snapshot = peer.local(where, fragment)
             steps = peer.steps_of(fragment) - peer.accounted[fragment]
             samples = steps * peer.batch_size
             peer.accounted[fragment] = peer.steps_of(fragment)
             element_samples += samples * base.numel()
-            terms.append(self.weighting.normaliser_terms(samples, steps))
-            weight = self.weighting.value_weight(samples, steps)
+            terms.append(tuple(stale * term for term in self.weighting.normaliser_terms(samples, steps)))
+            weight = stale * self.weighting.value_weight(samples, steps)
             if weight == 0.0:  # nothing is sent; what was left out before stays where it is
                 references.append(base.clone() if cell.feedback == "parameters" else snapshot)
                 continue
@@ -368,8 +403,12 @@ class Swarm:
             self.base[where], self.momentum[where] = landing.base, landing.momentum
             self.element_samples += landing.element_samples
             for peer, reference in zip(self.peers, landing.references, strict=True):
+                if reference is None:
+                    continue
                 coverage = self.coverage_without(peer) if isinstance(peer, PartialPeer) else ()
                 peer.rebase(where, landing.fragment, landing.base, reference, coverage)
+                if peer.cadence > 1:
+                    peer.stands_on[where] = landing.base
 
     def coverage_without(self, peer: Peer) -> list[float]:
         """For each fragment, the speed of the other peers that train it."""
