@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dht_config.errors import PlanError
+from dht_config.errors import PlanError, UsageError
 from dht_config.manifest import RunManifest
 from p2p_trainer.link_plan import plan_line
 from p2p_trainer.machine_checks import PROCESSES_BYTES, need_of
@@ -108,6 +108,7 @@ def plan(
     """Decide; pure.
 
     :raises PlanError: the machine's memory fits no strategy, or not the one that was wished for
+    :raises UsageError: more fragments are to be trained than the run has
     """
     layout = model.layout
     candidates = candidates_of(machine, manifest, model, wishes)
@@ -149,9 +150,17 @@ def plan(
 
 
 def candidates_of(machine: Machine, manifest: RunManifest, model: Model, wishes: Wishes) -> list[Candidate]:
-    """The rungs in the order in which they are tried: of those that train some fragments, as many as possible first."""
+    """The rungs in the order in which they are tried: of those that train some fragments, as many as possible first.
+
+    :raises UsageError: more fragments are to be trained than the run has
+    """
     found: list[Candidate] = []
     layout = model.layout
+    if wishes.train_fragments is not None and wishes.train_fragments > layout.num_fragments:
+        raise UsageError(
+            f"--train-fragments: {wishes.train_fragments} is more than the {layout.num_fragments} that this run has.",
+            "Give a smaller number, or leave --train-fragments out.",
+        )
     for strategy in model.offered:
         if wishes.strategy is not None and strategy != wishes.strategy:
             continue

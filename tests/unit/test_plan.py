@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dht_config.errors import ExitCode, PlanError
+from dht_config.errors import ExitCode, PlanError, UsageError
 from dht_config.manifest import RunManifest, parse_manifest
 from p2p_trainer.machine_checks import AVERAGING_BYTES, PROCESSES_BYTES
 from p2p_trainer.plan import FIT, STEPS_PER_CYCLE, plan, probe_budget, trained_in_probe
@@ -152,6 +152,12 @@ def test_what_a_person_asked_for_is_done_and_said() -> None:
     assert made(on, wishes=Wishes(batch_size=1000)).batch_size == 8, "never a larger one than the run's"
     with pytest.raises(PlanError, match="not offered"):
         made(on, wishes=Wishes(strategy="stream"))
+
+
+@pytest.mark.parametrize("strategy", [None, "full", "fragments"])
+def test_more_fragments_than_the_run_has_are_a_mistake_of_whoever_asks(strategy: StrategyName | None) -> None:
+    with pytest.raises(UsageError, match="--train-fragments: 9 is more than the 8 that this run has"):
+        made(machine(10_000), wishes=Wishes(strategy=strategy, train_fragments=9))
 
 
 def test_without_figures_a_plan_is_careful() -> None:
