@@ -528,15 +528,23 @@ class Session:
         )
 
     def _restore_optimizer(self, checkpoint: Checkpoint | None, strategy: MemoryStrategy) -> None:
-        """Take the state over if it is of the same fragments; another one starts afresh."""
+        """Take the state over if it is of the same fragments and fits; else it starts afresh, and a person hears of it.
+
+        Another strategy may cut the parameters otherwise. Progress and counts do not depend on it.
+        """
         if checkpoint is None or "optimizer" not in checkpoint.meta:
             return
         everything = range(len(checkpoint.meta["fragments"]))
-        if strategy.trained != frozenset(checkpoint.meta.get("trained", everything)):
-            return
         prefix = "optimizer."
         state = {name[len(prefix) :]: value for name, value in checkpoint.tensors.items() if name.startswith(prefix)}
-        optimizer_from_tensors(strategy.optimizer, state, checkpoint.meta["optimizer"])
+        fits = strategy.trained == frozenset(checkpoint.meta.get("trained", everything))
+        if fits:
+            try:
+                optimizer_from_tensors(strategy.optimizer, state, checkpoint.meta["optimizer"])
+            except CheckpointError:
+                fits = False
+        if not fits:
+            self.view.status("The optimizer starts afresh: the checkpoint's state is not of what is trained now.")
 
     def _prober(self) -> Prober:
         if self.prober is None:
