@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,12 +14,14 @@ from torch import nn
 from dht_config.manifest import InnerOptimizerSection
 from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, optimizer_to_tensors, save_checkpoint
 from p2p_trainer.inner_optimizer import build_inner_optimizer
-from p2p_trainer.session import Session
+from p2p_trainer.session import Session, load_values, make_initial_bases
 from p2p_trainer.strategies import MemoryStrategy, build_strategy
 from p2p_trainer.strategies.host_optimizer import HostOptimizer
 from p2p_trainer.strategies.whole import WholeModel
-from p2p_trainer.training import LeaveFlag
+from p2p_trainer.training import Accounts, LeaveFlag
+from peers.arena import SharedArena
 from peers.fragments import cut
+from peers.ledger import Counts
 
 CPU = torch.device("cpu")
 SECTION = InnerOptimizerSection(name="adamw", lr=0.01)
@@ -88,3 +91,22 @@ def test_state_that_does_not_fit_starts_afresh_and_ends_nothing(other: Any, tmp_
 def test_the_kind_of_an_optimizer_does_not_tell_where_its_state_is() -> None:
     kinds = {optimizer_to_tensors(strategy_of(name).optimizer)[1]["kind"] for name in ("full", "host_optimizer")}
     assert kinds == {type(build_inner_optimizer(nn.Linear(1, 1).parameters(), SECTION)).__name__}
+
+
+def test_nothing_of_a_checkpoint_stays_in_memory_once_it_was_taken_over(tmp_path: Path) -> None:
+    old, new = stepped(strategy_of("full")), strategy_of("full")
+    checkpoint = checkpoint_of(old, tmp_path)
+    held = [weakref.ref(tensor) for tensor in checkpoint.tensors.values()]
+    restored = session([])._restored(checkpoint, new, LAYOUT)
+    arena = SharedArena.create(LAYOUT.num_elements)
+    bases = make_initial_bases(dict(strategy_of("full").model.named_parameters()), LAYOUT, arena)
+    arena.snapshot.copy_(arena.base)
+    counts = [Counts(2, 1)] * LAYOUT.num_fragments
+    accounts = Accounts(layout=LAYOUT, samples=2, steps=1, counts=counts, fragments=bases)
+    load_values(new, arena, accounts, restored, [True, True, False])
+    for name, parameter in new.model.named_parameters():
+        whole = (LAYOUT.size(0) + LAYOUT.size(1)) if name == "weight" else 0
+        torch.testing.assert_close(
+            parameter.detach().view(-1)[:whole], old.model.get_parameter(name).detach().view(-1)[:whole]
+        )
+    assert restored == {} and held and not any(reference() is not None for reference in held)
