@@ -7,7 +7,8 @@ Memory: the first strategy of the ladder, cheapest in time first, that fits with
 micro-batch that comes within 5 % of its best throughput, of those that fit. What a peer needs at most is the larger of
 two moments: a step (parameters, gradients, optimizer state, activations), and the copy of everything that a checkpoint
 is written from, when there are neither gradients nor activations. On a CPU the bases, rounds and the program itself
-live in the same memory, and a probe takes its step while this peer is already there.
+live in the same memory, and a probe takes its step while this peer is already there. Where the copy would not fit
+beside a step in that memory, training waits while it is written.
 
 Link: the lowest cadence at which rounds and the fetching between them leave the line some air, and the codec with it
 where the run leaves that to its peers (``link_plan.py``).
@@ -65,6 +66,8 @@ class Candidate:
     """Of the device's memory in a step, this peer's or a probe's, without activations."""
     rest_bytes: int
     """Of the same memory between steps at most, while a checkpoint is copied."""
+    copied_bytes: int
+    """Of the same memory, what a checkpoint is written from; 0 where that lies elsewhere."""
     host_bytes: int
     """Of the machine's own memory, where the device has one of its own."""
     line: MemoryLine | None
@@ -83,6 +86,15 @@ class Candidate:
         if machine.budget_bytes is None:
             return True
         return self.peak_bytes(micro_batch) - self.program_bytes <= FIT * (machine.budget_bytes - self.program_bytes)
+
+    def steps_while_saving(self, machine: Machine, micro_batch: int) -> bool:
+        """Whether a step fits beside what a checkpoint is written from."""
+        if machine.budget_bytes is None or not self.copied_bytes:
+            return True
+        if self.line is None:
+            return False
+        held = self.step_bytes + self.line.at(micro_batch) + self.copied_bytes
+        return held - self.program_bytes <= FIT * (machine.budget_bytes - self.program_bytes)
 
     def host_fits(self, machine: Machine) -> bool:
         """Whether the machine's own memory holds what does not lie on the device."""
@@ -142,6 +154,7 @@ def plan(
         samples_per_second=rate,
         predicted_bytes=chosen.peak_bytes(micro_batch) if chosen.line is not None else None,
         program_bytes=machine.program_bytes,
+        steps_while_saving=chosen.steps_while_saving(machine, micro_batch),
         reasons=tuple(reasons),
     )
 
@@ -196,6 +209,7 @@ def _candidate(machine: Machine, manifest: RunManifest, model: Model, strategy: 
             fragments=count,
             step_bytes=common + use.device_bytes,
             rest_bytes=host + use.host_bytes + use.device_bytes - gradients + copied,
+            copied_bytes=copied,
             host_bytes=0,
             line=line,
             measurement=measurement,
@@ -206,6 +220,7 @@ def _candidate(machine: Machine, manifest: RunManifest, model: Model, strategy: 
         fragments=count,
         step_bytes=use.device_bytes,
         rest_bytes=0,
+        copied_bytes=0,
         host_bytes=host + use.host_bytes + copied,
         line=line,
         measurement=measurement,

@@ -479,6 +479,7 @@ class Session:
             checkpoint_directory=self.directory.path,
             checkpoint_meta={**self._checkpoint_meta(layout), "restart": self.restart},
             watch=own_plan.watch(plan, mode),
+            steps_while_saving=plan.steps_while_saving,
         )
         reason = trainer.train()
         ended = time.time()

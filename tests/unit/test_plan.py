@@ -117,6 +117,20 @@ def test_where_plain_does_not_fit_activations_are_computed_again_and_the_reason_
     assert "plain would need 992 MB" in chosen.reasons[0], chosen.reasons
 
 
+@pytest.mark.parametrize(("megabytes", "goes_on"), [(491, False), (689, False), (691, True), (10_000, True)])
+def test_training_waits_for_a_checkpoint_where_its_copy_does_not_fit_beside_a_step(
+    megabytes: int, goes_on: bool
+) -> None:
+    chosen = made(machine(int(megabytes / FIT), full=measurement("full", 200, m1=10.0)))
+    assert (chosen.strategy, chosen.steps_while_saving) == ("full", goes_on)
+    assert chosen.predicted_bytes == pytest.approx((550 + 130 + 160 + 200) * MEGABYTE)
+
+
+def test_on_a_card_the_copy_lies_in_the_machines_own_memory_and_counts_there() -> None:
+    assert made(card(500, 4000, full=FULL)).steps_while_saving
+    assert not made(machine(10_000)).steps_while_saving, "nothing is known of its steps"
+
+
 def test_a_probe_that_ran_out_of_memory_refutes_its_rung() -> None:
     chosen = made(machine(10_000, full=RAN_OUT, checkpoint=CHECKPOINT))
     assert chosen.strategy == "checkpoint" and "plain ran out of it with one sample" in chosen.reasons[0]
