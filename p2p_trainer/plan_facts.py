@@ -22,6 +22,8 @@ class Measurement:
     stopped: Stopped | None
     failure: str = ""
     """Why it ended early, for a person; empty where it did not."""
+    killed: bool = False
+    """Somebody killed it, mostly the kernel for want of memory: which may have been others' want, and is not kept."""
     program_bytes: int | None = None
     """What the measuring process held of the machine's memory without a model, its data read; None if not known."""
 
