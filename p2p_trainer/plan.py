@@ -197,18 +197,19 @@ def _candidate(machine: Machine, manifest: RunManifest, model: Model, strategy: 
     gradients = _BYTES_PER_VALUE * sum(layout.size(fragment) for fragment in trained)
     # A checkpoint's copy: bases with their outer state, and of training everything but the gradients.
     outer_values = 2 if manifest.outer_optimizer.name == "adamw" else 1
-    kept = use.device_bytes + use.host_bytes - gradients
+    left = _left_by_a_sparse_codec(manifest, layout, trained) if strategy in PARTIAL else 0
+    kept = use.device_bytes + use.host_bytes - gradients + left
     copied = _BYTES_PER_VALUE * layout.num_elements * (1 + outer_values) + kept
     measurement = machine.measured.get(strategy)
     line = _activations(machine, manifest, model, strategy)
     if machine.one_memory:
         while_probing = machine.program_bytes + PROBING_BYTES + _BYTES_PER_VALUE * layout.num_elements
-        common = max(host, while_probing) + use.host_bytes
+        common = max(host, while_probing) + use.host_bytes + left
         return Candidate(
             strategy=strategy,
             fragments=count,
             step_bytes=common + use.device_bytes,
-            rest_bytes=host + use.host_bytes + use.device_bytes - gradients + copied,
+            rest_bytes=host + left + use.host_bytes + use.device_bytes - gradients + copied,
             copied_bytes=copied,
             host_bytes=0,
             line=line,
@@ -221,11 +222,21 @@ def _candidate(machine: Machine, manifest: RunManifest, model: Model, strategy: 
         step_bytes=use.device_bytes,
         rest_bytes=0,
         copied_bytes=0,
-        host_bytes=host + use.host_bytes + copied,
+        host_bytes=host + left + use.host_bytes + copied,
         line=line,
         measurement=measurement,
         program_bytes=0,
     )
+
+
+def _left_by_a_sparse_codec(manifest: RunManifest, layout: FragmentLayout, trained: frozenset[int]) -> int:
+    """What fragments whose turn is over hold of work that is still to be sent, until they are trained again.
+
+    With other codecs nothing is kept of a fragment once its last contribution was accepted.
+    """
+    if manifest.averaging.codec not in ("sparse", "auto"):
+        return 0
+    return _BYTES_PER_VALUE * (layout.num_elements - sum(layout.size(fragment) for fragment in trained))
 
 
 def _activations(machine: Machine, manifest: RunManifest, model: Model, strategy: StrategyName) -> MemoryLine | None:

@@ -147,6 +147,19 @@ def test_next_fewer_fragments_are_trained_as_many_as_fit() -> None:
     assert all(1 <= count < 8 for count in counts)
 
 
+@pytest.mark.parametrize("codec", ["sparse", "auto"])
+def test_what_a_sparse_codec_leaves_of_fragments_whose_turn_is_over_counts(codec: str) -> None:
+    on, wish = machine(10_000, fragments=measurement("fragments", 50)), Wishes(strategy="fragments", train_fragments=2)
+    plain, sparse = made(on, wishes=wish), made(on, wishes=wish, run=manifest(codec=codec))
+    assert plain.predicted_bytes is not None and sparse.predicted_bytes is not None
+    held_and_copied = 2 * 4 * PARAMETERS * 6 // 8
+    assert sparse.predicted_bytes - plain.predicted_bytes == held_and_copied
+    shape, small = model(STRATEGIES), card(5000, 850)
+    plan(small, Link(), manifest(), SwarmFacts(), model=shape, wishes=wish)
+    with pytest.raises(PlanError, match="own memory"):
+        plan(small, Link(), manifest(codec=codec), SwarmFacts(), model=shape, wishes=wish)
+
+
 @pytest.mark.parametrize("wishes", [Wishes(), Wishes(strategy="full"), Wishes(micro_batch=8)])
 def test_memory_that_fits_nothing_is_one_line_with_a_remedy_and_a_code_of_its_own(wishes: Wishes) -> None:
     with pytest.raises(PlanError) as refused:
