@@ -161,7 +161,7 @@ def optimizer_to_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Te
     for parameter, state in state_dict["state"].items():
         for key, value in state.items():
             (tensors if isinstance(value, Tensor) else scalars)[f"{parameter}.{key}"] = value
-    meta = {"kind": type(optimizer).__name__, "shapes": _shapes(optimizer), "scalars": scalars}
+    meta = {"kind": _kind(optimizer), "shapes": _shapes(optimizer), "scalars": scalars}
     return tensors, meta
 
 
@@ -175,7 +175,7 @@ def optimizer_from_tensors(
     Raises CheckpointError, and changes nothing, if they belong to another optimizer or model.
     """
     groups = _shapes(optimizer)
-    expected = {"kind": type(optimizer).__name__, "shapes": groups}
+    expected = {"kind": _kind(optimizer), "shapes": groups}
     for field, ours in expected.items():
         if meta.get(field) != ours:
             raise CheckpointError(
@@ -267,6 +267,11 @@ def _flush(path: Path) -> None:
 def _remove(temporary: Path) -> None:
     # Errors are ignored: in a read-only directory it is in nobody's way.
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """What its state is of; an optimizer that keeps another one's state says so in ``kind``."""
+    return str(getattr(optimizer, "kind", type(optimizer).__name__))
 
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[list[list[int]]]:

@@ -7,7 +7,8 @@ Memory: the first strategy of the ladder, cheapest in time first, that fits with
 micro-batch that comes within 5 % of its best throughput, of those that fit. What a peer needs at most is the larger of
 two moments: a step (parameters, gradients, optimizer state, activations), and the copy of everything that a checkpoint
 is written from, when there are neither gradients nor activations. On a CPU the bases, rounds and the program itself
-live in the same memory, and a probe takes its step while this peer is already there.
+live in the same memory, and a probe takes its step while this peer is already there. Where the copy would not fit
+beside a step in that memory, training waits while it is written.
 
 Link: the lowest cadence at which rounds and the fetching between them leave the line some air, and the codec with it
 where the run leaves that to its peers (``link_plan.py``).
@@ -19,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dht_config.errors import PlanError
+from dht_config.errors import PlanError, UsageError
 from dht_config.manifest import RunManifest
 from p2p_trainer.link_plan import plan_line
 from p2p_trainer.machine_checks import PROCESSES_BYTES, need_of
@@ -65,6 +66,8 @@ class Candidate:
     """Of the device's memory in a step, this peer's or a probe's, without activations."""
     rest_bytes: int
     """Of the same memory between steps at most, while a checkpoint is copied."""
+    copied_bytes: int
+    """Of the same memory, what a checkpoint is written from; 0 where that lies elsewhere."""
     host_bytes: int
     """Of the machine's own memory, where the device has one of its own."""
     line: MemoryLine | None
@@ -83,6 +86,15 @@ class Candidate:
         if machine.budget_bytes is None:
             return True
         return self.peak_bytes(micro_batch) - self.program_bytes <= FIT * (machine.budget_bytes - self.program_bytes)
+
+    def steps_while_saving(self, machine: Machine, micro_batch: int) -> bool:
+        """Whether a step fits beside what a checkpoint is written from."""
+        if machine.budget_bytes is None or not self.copied_bytes:
+            return True
+        if self.line is None:
+            return False
+        held = self.step_bytes + self.line.at(micro_batch) + self.copied_bytes
+        return held - self.program_bytes <= FIT * (machine.budget_bytes - self.program_bytes)
 
     def host_fits(self, machine: Machine) -> bool:
         """Whether the machine's own memory holds what does not lie on the device."""
@@ -108,6 +120,7 @@ def plan(
     """Decide; pure.
 
     :raises PlanError: the machine's memory fits no strategy, or not the one that was wished for
+    :raises UsageError: more fragments are to be trained than the run has
     """
     layout = model.layout
     candidates = candidates_of(machine, manifest, model, wishes)
@@ -141,6 +154,7 @@ def plan(
         samples_per_second=rate,
         predicted_bytes=chosen.peak_bytes(micro_batch) if chosen.line is not None else None,
         program_bytes=machine.program_bytes,
+        steps_while_saving=chosen.steps_while_saving(machine, micro_batch),
         reasons=tuple(reasons),
     )
 
@@ -149,9 +163,17 @@ def plan(
 
 
 def candidates_of(machine: Machine, manifest: RunManifest, model: Model, wishes: Wishes) -> list[Candidate]:
-    """The rungs in the order in which they are tried: of those that train some fragments, as many as possible first."""
+    """The rungs in the order in which they are tried: of those that train some fragments, as many as possible first.
+
+    :raises UsageError: more fragments are to be trained than the run has
+    """
     found: list[Candidate] = []
     layout = model.layout
+    if wishes.train_fragments is not None and wishes.train_fragments > layout.num_fragments:
+        raise UsageError(
+            f"--train-fragments: {wishes.train_fragments} is more than the {layout.num_fragments} that this run has.",
+            "Give a smaller number, or leave --train-fragments out.",
+        )
     for strategy in model.offered:
         if wishes.strategy is not None and strategy != wishes.strategy:
             continue
@@ -175,18 +197,20 @@ def _candidate(machine: Machine, manifest: RunManifest, model: Model, strategy: 
     gradients = _BYTES_PER_VALUE * sum(layout.size(fragment) for fragment in trained)
     # A checkpoint's copy: bases with their outer state, and of training everything but the gradients.
     outer_values = 2 if manifest.outer_optimizer.name == "adamw" else 1
-    kept = use.device_bytes + use.host_bytes - gradients
+    left = _left_by_a_sparse_codec(manifest, layout, trained) if strategy in PARTIAL else 0
+    kept = use.device_bytes + use.host_bytes - gradients + left
     copied = _BYTES_PER_VALUE * layout.num_elements * (1 + outer_values) + kept
     measurement = machine.measured.get(strategy)
     line = _activations(machine, manifest, model, strategy)
     if machine.one_memory:
         while_probing = machine.program_bytes + PROBING_BYTES + _BYTES_PER_VALUE * layout.num_elements
-        common = max(host, while_probing) + use.host_bytes
+        common = max(host, while_probing) + use.host_bytes + left
         return Candidate(
             strategy=strategy,
             fragments=count,
             step_bytes=common + use.device_bytes,
-            rest_bytes=host + use.host_bytes + use.device_bytes - gradients + copied,
+            rest_bytes=host + left + use.host_bytes + use.device_bytes - gradients + copied,
+            copied_bytes=copied,
             host_bytes=0,
             line=line,
             measurement=measurement,
@@ -197,11 +221,22 @@ def _candidate(machine: Machine, manifest: RunManifest, model: Model, strategy: 
         fragments=count,
         step_bytes=use.device_bytes,
         rest_bytes=0,
-        host_bytes=host + use.host_bytes + copied,
+        copied_bytes=0,
+        host_bytes=host + left + use.host_bytes + copied,
         line=line,
         measurement=measurement,
         program_bytes=0,
     )
+
+
+def _left_by_a_sparse_codec(manifest: RunManifest, layout: FragmentLayout, trained: frozenset[int]) -> int:
+    """What fragments whose turn is over hold of work that is still to be sent, until they are trained again.
+
+    With other codecs nothing is kept of a fragment once its last contribution was accepted.
+    """
+    if manifest.averaging.codec not in ("sparse", "auto"):
+        return 0
+    return _BYTES_PER_VALUE * (layout.num_elements - sum(layout.size(fragment) for fragment in trained))
 
 
 def _activations(machine: Machine, manifest: RunManifest, model: Model, strategy: StrategyName) -> MemoryLine | None:

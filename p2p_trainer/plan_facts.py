@@ -22,6 +22,8 @@ class Measurement:
     stopped: Stopped | None
     failure: str = ""
     """Why it ended early, for a person; empty where it did not."""
+    killed: bool = False
+    """Somebody killed it, mostly the kernel for want of memory: which may have been others' want, and is not kept."""
     program_bytes: int | None = None
     """What the measuring process held of the machine's memory without a model, its data read; None if not known."""
 
@@ -112,9 +114,12 @@ class Plan:
     samples_per_second: float | None
     """Alone; None if it was not measured."""
     predicted_bytes: int | None
-    """Peak of the device's memory (on a CPU, of all of this peer's memory); None if it was not measured."""
+    """Peak of the device's memory (on a CPU, of all of this peer's memory); None if it was not measured. What a
+    checkpoint is written from comes on top where there is room for it beside a step: see ``steps_while_saving``."""
     program_bytes: int
     """Of the machine's memory, what this peer's processes take without a model; on a CPU part of the prediction."""
+    steps_while_saving: bool
+    """Training goes on while a checkpoint is written; else it waits, since memory holds no step beside that copy."""
     reasons: tuple[str, ...]
 
     def in_two_lines(self) -> list[str]:
@@ -136,5 +141,6 @@ class Plan:
             "samples_per_second": self.samples_per_second,
             "predicted_bytes": self.predicted_bytes,
             "program_bytes": self.program_bytes,
+            "steps_while_saving": self.steps_while_saving,
             "reasons": list(self.reasons),
         }

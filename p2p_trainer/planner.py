@@ -104,7 +104,7 @@ class Planner:
             self.alive(1.0)
             if measurement.failure:
                 self.say(f"This machine could not be measured: {measurement.failure}. It starts with small steps.")
-            elif measurement.stopped is not None:
+            elif measurement.stopped is not None and not measurement.killed:
                 self.cache.write(key, Entry(measurement=measurement, budget_bytes=budget))
         return measurement
 

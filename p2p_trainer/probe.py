@@ -96,6 +96,7 @@ class _Ended:
     stopped: Stopped | None
     failure: str = ""
     error: P2PTrainerError | None = None
+    killed: bool = False
 
 
 class Prober:
@@ -137,7 +138,11 @@ class Prober:
         if not all(one.makes_sense() for one in results):
             return Measurement(results=(), stopped=None, failure="it reported nonsense")
         return Measurement(
-            results=tuple(results), stopped=message.stopped, failure=message.failure, program_bytes=program_bytes
+            results=tuple(results),
+            stopped=message.stopped,
+            failure=message.failure,
+            killed=message.killed,
+            program_bytes=program_bytes,
         )
 
     def close(self) -> None:
@@ -210,7 +215,7 @@ def _ending(status: int, *, hangs: bool) -> _Ended:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number == signal.SIGKILL:  # by the kernel: nobody else knows of it
-            return _Ended("memory")
+            return _Ended("memory", killed=True)
         return _Ended(None, f"it was killed by {signal.Signals(number).name}")
     return _Ended(None, f"it ended with exit code {os.WEXITSTATUS(status)}")
 

@@ -2,8 +2,9 @@
 
 A measurement holds for one model and batch, one strategy and format, one device with its driver, and one version of
 torch and of this program: all of that is the key. It does not hold for more memory than it was allowed, if memory is
-what ended it. The training loop says when a rate is not what was measured any more (``note_drift``), and what did not
-fit after all (``note_too_big``); then the next start measures again, or does not try that.
+what ended it. A probe that was killed leaves nothing here: it goes first where others want memory, whatever it took.
+The training loop says when a rate is not what was measured any more (``note_drift``), and what did not fit after all
+(``note_too_big``); then the next start measures again, or does not try that.
 
 One lock for the machine: peers that start together measure one after the other, not each other, and mostly the second
 finds what it wants. A cache that cannot be read, written or locked costs a measurement, never a start.

@@ -119,6 +119,7 @@ class Prepared:
     layout: FragmentLayout
     arena: SharedArena
     checkpoint: Checkpoint | None
+    """Without its tensors once they were taken over."""
     fragments: list[FragmentMeta] | None
 
 
@@ -293,8 +294,9 @@ class Session:
         checkpoint = self._load_checkpoint(layout) if signed is not None else None
         fragments: list[FragmentMeta] | None = None
         if checkpoint is not None:
-            arena.base.copy_(checkpoint.tensors["base"])
-            arena.outer_state.copy_(checkpoint.tensors["outer_state"])
+            # Taken out: what is in the arena need not stay in memory twice.
+            arena.base.copy_(checkpoint.tensors.pop("base"))
+            arena.outer_state.copy_(checkpoint.tensors.pop("outer_state"))
             fragments = [FragmentMeta.from_json(row) for row in checkpoint.meta["fragments"]]
         elif signed is None:
             fragments = make_initial_bases(trainable(model), layout, arena)
@@ -412,8 +414,7 @@ class Session:
         samples, steps = int(meta.get("samples", 0)), int(meta.get("steps", 0))
         counts = restored_counts(meta, layout.num_fragments)
         strategy = self._build_strategy(plan, prepared, device, connected.peer_id, meta)
-        restored = local_values(prepared.checkpoint, layout) if prepared.checkpoint is not None else {}
-        self._restore_optimizer(prepared.checkpoint, strategy)
+        restored = self._restored(prepared.checkpoint, strategy, layout)
         # A checkpoint from before the last start says nothing of what was contributed since.
         clean = not meta or (bool(meta.get("clean")) and meta.get("restart") == self.restart - 1)
         self._configure(prepared, samples, steps, counts, clean=clean)
@@ -425,13 +426,7 @@ class Session:
             counts=synced.counts,
             fragments=synced.fragments,
         )
-        for fragment in range(layout.num_fragments):
-            where = layout.slice(fragment)
-            if fragment in restored and synced.keep[fragment]:
-                values = restored.pop(fragment).sub_(arena.snapshot[where]).add_(arena.base[where])
-                strategy.load(fragment, values, pending=accounts.is_pending(fragment))
-            else:
-                strategy.load(fragment, arena.base[where])
+        load_values(strategy, arena, accounts, restored, synced.keep)
         self._say_what_was_lost(accounts, prepared.fragments)
         self._log_join(accounts.samples)
         self.metrics.write(
@@ -484,6 +479,7 @@ class Session:
             checkpoint_directory=self.directory.path,
             checkpoint_meta={**self._checkpoint_meta(layout), "restart": self.restart},
             watch=own_plan.watch(plan, mode),
+            steps_while_saving=plan.steps_while_saving,
         )
         reason = trainer.train()
         ended = time.time()
@@ -527,16 +523,35 @@ class Session:
             name, prepared.model, layout, manifest.inner_optimizer, device, trained, manifest.averaging.mode
         )
 
-    def _restore_optimizer(self, checkpoint: Checkpoint | None, strategy: MemoryStrategy) -> None:
-        """Take the state over if it is of the same fragments; another one starts afresh."""
-        if checkpoint is None or "optimizer" not in checkpoint.meta:
+    def _restored(
+        self, checkpoint: Checkpoint | None, strategy: MemoryStrategy, layout: FragmentLayout
+    ) -> dict[int, torch.Tensor]:
+        """Restore the optimizer; local values by fragment. Nothing else of the checkpoint's tensors stays in memory."""
+        if checkpoint is None:
+            return {}
+        self._restore_optimizer(checkpoint, strategy)
+        values = local_values(checkpoint, layout)
+        checkpoint.tensors.clear()
+        return values
+
+    def _restore_optimizer(self, checkpoint: Checkpoint, strategy: MemoryStrategy) -> None:
+        """Take the state over if it is of the same fragments and fits; else it starts afresh, and a person hears of it.
+
+        Another strategy may cut the parameters otherwise. Progress and counts do not depend on it.
+        """
+        if "optimizer" not in checkpoint.meta:
             return
         everything = range(len(checkpoint.meta["fragments"]))
-        if strategy.trained != frozenset(checkpoint.meta.get("trained", everything)):
-            return
         prefix = "optimizer."
         state = {name[len(prefix) :]: value for name, value in checkpoint.tensors.items() if name.startswith(prefix)}
-        optimizer_from_tensors(strategy.optimizer, state, checkpoint.meta["optimizer"])
+        fits = strategy.trained == frozenset(checkpoint.meta.get("trained", everything))
+        if fits:
+            try:
+                optimizer_from_tensors(strategy.optimizer, state, checkpoint.meta["optimizer"])
+            except CheckpointError:
+                fits = False
+        if not fits:
+            self.view.status("The optimizer starts afresh: the checkpoint's state is not of what is trained now.")
 
     def _prober(self) -> Prober:
         if self.prober is None:
@@ -677,3 +692,26 @@ def local_values(checkpoint: Checkpoint, layout: FragmentLayout) -> dict[int, to
         return found
     names = {fragment: f"local.{fragment}" for fragment in range(layout.num_fragments)}
     return {fragment: checkpoint.tensors[name] for fragment, name in names.items() if name in checkpoint.tensors}
+
+
+def load_values(
+    strategy: MemoryStrategy,
+    arena: SharedArena,
+    accounts: Accounts,
+    restored: dict[int, torch.Tensor],
+    keep: Sequence[bool],
+) -> None:
+    """Put every fragment on its base, with its progress since the reference where that stands.
+
+    :param restored: local values of a checkpoint; empty afterwards
+    :param keep: of each fragment, whether its progress stands
+    """
+    layout = accounts.layout
+    for fragment in range(layout.num_fragments):
+        where = layout.slice(fragment)
+        values = restored.pop(fragment, None)
+        if values is not None and keep[fragment]:
+            values.sub_(arena.snapshot[where]).add_(arena.base[where])
+            strategy.load(fragment, values, pending=accounts.is_pending(fragment))
+        else:
+            strategy.load(fragment, arena.base[where])

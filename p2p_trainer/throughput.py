@@ -146,6 +146,65 @@ def inner_step(
     Running out of memory in the forward or backward pass also leaves parameters and optimizer state as they
     were: see ``shrinking_inner_step``.
     """
+    try:
+        loss = _accumulate(task, model, optimizer, batch, micro_batch, clip_norm, between=between)
+        if math.isfinite(loss):
+            optimizer.step()
+        return loss
+    finally:
+        # Gradients are as large as the model: not held between steps.
+        optimizer.zero_grad(set_to_none=True)
+
+
+def shrinking_inner_step(
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    micro_batch: int,
+    clip_norm: float | None = None,
+    *,
+    between: Callable[[], None] | None = None,
+) -> tuple[float, int]:
+    """Make one ``inner_step``; where memory runs out in forward or backward, halve the micro-batch and compute again.
+
+    Exact, because nothing has changed by then. The optimizer's own step is made once: it may have moved some parameters
+    when memory runs out in it, and a smaller micro-batch would not help.
+
+    :returns: (mean loss, the micro-batch that fitted: use it from now on).
+
+    Raises DeviceError if not even one sample at a time fits, or if the optimizer's step does not: then parameters and
+    optimizer state are of no step, and good for nothing.
+    """
+    device = next(model.parameters()).device
+
+    def gradients(fitting: int) -> float:
+        return _accumulate(task, model, optimizer, batch, fitting, clip_norm, between=between)
+
+    try:
+        loss, micro_batch = shrinking(gradients, micro_batch, device)
+        if math.isfinite(loss):
+            _step_once(optimizer, device)
+        return loss, micro_batch
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _accumulate(
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    micro_batch: int,
+    clip_norm: float | None,
+    *,
+    between: Callable[[], None] | None,
+) -> float:
+    """Leave the batch's mean gradient, clipped, in the parameters, and return the mean loss.
+
+    The loss is not finite if loss or gradient were not. Whatever is raised, no gradient is held on to: a caller may
+    try again.
+    """
     device = next(model.parameters()).device
     samples = len(batch[0])
     model.train()
@@ -160,44 +219,30 @@ def inner_step(
             loss = task.loss(model, micro) * share
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        gradients = _gradients(optimizer)
-        norm = nn.utils.get_total_norm(gradients)
+        norm = nn.utils.get_total_norm(_gradients(optimizer))
         mean = float(total)
         if not (math.isfinite(mean) and math.isfinite(float(norm))):
             return math.nan
         if clip_norm is not None:
             nn.utils.clip_grads_with_norm_(_parameters(optimizer), clip_norm, norm)
-        optimizer.step()
         return mean
-    finally:
-        # Gradients are as large as the model: not held between steps, and not while a caller retries.
+    except BaseException:
         optimizer.zero_grad(set_to_none=True)
+        raise
 
 
-def shrinking_inner_step(
-    task: Task,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    micro_batch: int,
-    clip_norm: float | None = None,
-    *,
-    between: Callable[[], None] | None = None,
-) -> tuple[float, int]:
-    """Make one ``inner_step``; where memory runs out, halve the micro-batch and make the same step again.
-
-    Exact, because a step that ran out of memory changed nothing. What it does not cover: memory that runs out
-    while the optimizer allocates its state, in the very first step. The probe has been there before.
-
-    :returns: (mean loss, the micro-batch that fitted: use it from now on).
-
-    Raises DeviceError if not even one sample at a time fits.
-    """
-    return shrinking(
-        lambda fitting: inner_step(task, model, optimizer, batch, fitting, clip_norm, between=between),
-        micro_batch,
-        next(model.parameters()).device,
-    )
+def _step_once(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """:raises DeviceError: memory ran out, maybe half-way"""
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceError(
+            problem=f"The memory of {device} ran out in the optimizer's step.",
+            remedy="Close other programs that use it, then start the same command again: it continues from the last "
+            "checkpoint.",
+        ) from error
 
 
 def shrinking(attempt: Callable[[int], Result], micro_batch: int, device: torch.device) -> tuple[Result, int]:

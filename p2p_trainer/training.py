@@ -191,6 +191,7 @@ class Trainer:
     :param mode: what a step, a snapshot and a rebase are in this run
     :param rotation: chooses other fragments now and then, where not all are trained
     :param watch: told whether training goes as planned
+    :param steps_while_saving: memory holds a step beside what a checkpoint is written from
     """
 
     def __init__(
@@ -211,6 +212,7 @@ class Trainer:
         checkpoint_directory: Path,
         checkpoint_meta: Mapping[str, Any],
         watch: RealityWatch | None = None,
+        steps_while_saving: bool = True,
     ) -> None:
         self.task, self.strategy, self.mode, self.rotation = task, strategy, mode, rotation
         self.settings = settings
@@ -218,10 +220,11 @@ class Trainer:
         self.metrics, self.view, self.peer_view, self.leave = metrics, view, peer_view, leave
         self.checkpoint_directory, self.checkpoint_meta = checkpoint_directory, checkpoint_meta
         self.watch = watch
+        self.steps_while_saving = steps_while_saving
         self.device = next(strategy.model.parameters()).device
         self.held_seconds = 0.0
         self.waited_seconds = 0.0
-        """For a round, with nothing to do: no part of this machine's throughput."""
+        """For a round or a checkpoint, with nothing to compute: no part of this machine's throughput."""
         self._quiet: list[FragmentMeta] | None = None
         self._saving: threading.Thread | None = None
         self._save_problem: CheckpointError | None = None
@@ -499,7 +502,10 @@ class Trainer:
         save_checkpoint(self.checkpoint_directory, *self.checkpoint_contents(fragments, clean=clean))
 
     def _save_in_background(self) -> None:
-        """Copy everything while the arena is quiet, write it in a thread; a full disk is said, not fatal."""
+        """Copy everything while the arena is quiet, write it in a thread; a full disk is said, not fatal.
+
+        Where memory holds no step beside the copy, only messages are answered until it is written.
+        """
         if self._saving is not None and self._saving.is_alive():
             return
         contents: tuple[dict[str, Tensor], dict[str, Any]] = ({}, {})
@@ -518,3 +524,9 @@ class Trainer:
 
         self._saving = threading.Thread(target=write, name="checkpoint")
         self._saving.start()
+        if not self.steps_while_saving:
+            began = time.monotonic()
+            while self._saving.is_alive():
+                self.leave.check()
+                self.handle_messages(WAIT_SECONDS)
+            self.waited_seconds += time.monotonic() - began

@@ -58,6 +58,11 @@ class HostOptimizer(torch.optim.Optimizer):
             twin.grad = None
             twin.data = torch.empty(0)
 
+    @property
+    def kind(self) -> str:
+        """Whose state this is, for a checkpoint: the inner optimizer's, wherever that lies."""
+        return type(self._inner).__name__
+
     def state_dict(self) -> dict[str, Any]:
         """As of the inner optimizer."""
         return self._inner.state_dict()

@@ -5,7 +5,8 @@ with gradients and optimizer state; the others are bfloat16 and have neither. A 
 two pieces, so what is trained is exactly the fragment, and the rest of the tensor cannot move.
 
 A fragment that stops being trained has work that is in no base yet. Its float32 values are kept in host memory until
-nothing of it is pending any more; the model reads them rounded.
+nothing of it is pending any more; the model reads them rounded. A sparse codec leaves most of a contribution where it
+came from, to be sent once the fragment is trained again: then they are kept until that turn, and the plan counts them.
 """
 
 from __future__ import annotations

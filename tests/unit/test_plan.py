@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dht_config.errors import ExitCode, PlanError
+from dht_config.errors import ExitCode, PlanError, UsageError
 from dht_config.manifest import RunManifest, parse_manifest
 from p2p_trainer.machine_checks import AVERAGING_BYTES, PROCESSES_BYTES
 from p2p_trainer.plan import FIT, STEPS_PER_CYCLE, plan, probe_budget, trained_in_probe
@@ -117,6 +117,20 @@ def test_where_plain_does_not_fit_activations_are_computed_again_and_the_reason_
     assert "plain would need 992 MB" in chosen.reasons[0], chosen.reasons
 
 
+@pytest.mark.parametrize(("megabytes", "goes_on"), [(491, False), (689, False), (691, True), (10_000, True)])
+def test_training_waits_for_a_checkpoint_where_its_copy_does_not_fit_beside_a_step(
+    megabytes: int, goes_on: bool
+) -> None:
+    chosen = made(machine(int(megabytes / FIT), full=measurement("full", 200, m1=10.0)))
+    assert (chosen.strategy, chosen.steps_while_saving) == ("full", goes_on)
+    assert chosen.predicted_bytes == pytest.approx((550 + 130 + 160 + 200) * MEGABYTE)
+
+
+def test_on_a_card_the_copy_lies_in_the_machines_own_memory_and_counts_there() -> None:
+    assert made(card(500, 4000, full=FULL)).steps_while_saving
+    assert not made(machine(10_000)).steps_while_saving, "nothing is known of its steps"
+
+
 def test_a_probe_that_ran_out_of_memory_refutes_its_rung() -> None:
     chosen = made(machine(10_000, full=RAN_OUT, checkpoint=CHECKPOINT))
     assert chosen.strategy == "checkpoint" and "plain ran out of it with one sample" in chosen.reasons[0]
@@ -131,6 +145,19 @@ def test_next_fewer_fragments_are_trained_as_many_as_fit() -> None:
         counts.append(chosen.fragments)
     assert counts == sorted(counts, reverse=True) and len(set(counts)) > 2
     assert all(1 <= count < 8 for count in counts)
+
+
+@pytest.mark.parametrize("codec", ["sparse", "auto"])
+def test_what_a_sparse_codec_leaves_of_fragments_whose_turn_is_over_counts(codec: str) -> None:
+    on, wish = machine(10_000, fragments=measurement("fragments", 50)), Wishes(strategy="fragments", train_fragments=2)
+    plain, sparse = made(on, wishes=wish), made(on, wishes=wish, run=manifest(codec=codec))
+    assert plain.predicted_bytes is not None and sparse.predicted_bytes is not None
+    held_and_copied = 2 * 4 * PARAMETERS * 6 // 8
+    assert sparse.predicted_bytes - plain.predicted_bytes == held_and_copied
+    shape, small = model(STRATEGIES), card(5000, 850)
+    plan(small, Link(), manifest(), SwarmFacts(), model=shape, wishes=wish)
+    with pytest.raises(PlanError, match="own memory"):
+        plan(small, Link(), manifest(codec=codec), SwarmFacts(), model=shape, wishes=wish)
 
 
 @pytest.mark.parametrize("wishes", [Wishes(), Wishes(strategy="full"), Wishes(micro_batch=8)])
@@ -152,6 +179,12 @@ def test_what_a_person_asked_for_is_done_and_said() -> None:
     assert made(on, wishes=Wishes(batch_size=1000)).batch_size == 8, "never a larger one than the run's"
     with pytest.raises(PlanError, match="not offered"):
         made(on, wishes=Wishes(strategy="stream"))
+
+
+@pytest.mark.parametrize("strategy", [None, "full", "fragments"])
+def test_more_fragments_than_the_run_has_are_a_mistake_of_whoever_asks(strategy: StrategyName | None) -> None:
+    with pytest.raises(UsageError, match="--train-fragments: 9 is more than the 8 that this run has"):
+        made(machine(10_000), wishes=Wishes(strategy=strategy, train_fragments=9))
 
 
 def test_without_figures_a_plan_is_careful() -> None:

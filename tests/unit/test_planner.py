@@ -107,6 +107,15 @@ def test_more_memory_than_at_the_last_start_is_tried_and_less_is_not(tmp_path: P
     assert prober.strategies == ["full", "checkpoint", "full"]
 
 
+def test_a_probe_that_was_killed_refutes_its_rung_for_this_start_only(tmp_path: Path) -> None:
+    """The kernel takes it first, also where somebody else wanted the memory."""
+    prober = ScriptedProber(full=replace(RAN_OUT, killed=True), checkpoint=CHECKPOINT)
+    assert made(planner(tmp_path, machine(10_000), prober)).strategy == "checkpoint"
+    prober.answers["full"] = FULL
+    assert made(planner(tmp_path, machine(10_000), prober)).strategy == "full"
+    assert prober.strategies == ["full", "checkpoint", "full"]
+
+
 def test_a_probe_that_fails_is_said_and_not_kept(tmp_path: Path) -> None:
     failed = Measurement(results=(), stopped=None, failure="it ended with exit code 3")
     prober, said = ScriptedProber(full=failed), list[str]()

@@ -114,7 +114,7 @@ def test_a_probe_measures_every_micro_batch_and_leaves_nothing(prober_of: Callab
     prober = prober_of()
     shares: list[float] = []
     found = prober.measure(request(), shares.append)
-    assert (found.stopped, found.failure) == ("done", "")
+    assert (found.stopped, found.failure, found.killed) == ("done", "", False)
     assert [one.micro_batch for one in found.results] == [1, 2, 4]
     assert all(one.peak_bytes is not None and one.samples_per_second > 0 for one in found.results)
     assert found.program_bytes is not None and found.program_bytes > 10**7
@@ -134,7 +134,7 @@ def test_what_was_measured_before_the_kernel_killed_it_counts_and_the_next_probe
     prober = prober_of(killed)
     for _ in range(2):
         found = prober.measure(request())
-        assert (found.results, found.stopped, found.failure) == ((ONE,), "memory", "")
+        assert (found.results, found.stopped, found.failure, found.killed) == ((ONE,), "memory", "", True)
 
 
 def test_a_probe_that_dies_otherwise_says_how(prober_of: Callable[..., Prober]) -> None:

@@ -186,6 +186,26 @@ def test_a_device_that_does_not_hold_one_sample_is_an_error() -> None:
     assert measure(task, SGD, limit_seconds=0.01) == ("memory", [])
 
 
+@pytest.mark.parametrize("error", ERRORS)
+def test_memory_that_runs_out_in_the_optimizers_step_is_an_error_and_no_second_step(error: Exception) -> None:
+    class HalfAStep(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            self.steps += 1
+            self.param_groups[0]["params"][0].data.add_(1.0)
+            raise error
+
+    task = Regression()
+    model = task.build_model()
+    before = model.weight.detach().clone()
+    optimizer = HalfAStep(model.parameters(), lr=0.1)
+    with pytest.raises(DeviceError, match="optimizer's step"):
+        shrinking_inner_step(task, model, optimizer, next(task.batches(0, 8)), 8)
+    assert optimizer.steps == 1 and torch.equal(model.weight, before + 1.0)
+    assert task.sizes == [8] and model.weight.grad is None
+
+
 def test_an_error_that_is_not_about_memory_is_not_hidden() -> None:
     task = Regression(capacity=0, out_of_memory=RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     model = task.build_model()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dht_config.manifest import InnerOptimizerSection
+from p2p_trainer import training
 from p2p_trainer.modes import LocalMode
 from p2p_trainer.strategies import build_strategy
 from p2p_trainer.strategies.rotation import ROUNDS_A_TURN, Rotation
@@ -237,6 +240,31 @@ def test_a_checkpoint_holds_bases_as_they_are_and_ledgers_as_training_sees_them(
     assert (saved["counts"], saved["trained"]) == ([(100, 12)] * 2, [0, 1])
     trainer.strategy.model.a.data.zero_()
     assert tensors["local.1"].sum() != 0, "a copy: training goes on while it is written"
+
+
+def test_where_memory_holds_no_step_beside_a_checkpoints_copy_messages_are_answered_until_it_is_written(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered, written = threading.Event(), threading.Event()
+
+    def save(*_contents: Any) -> None:
+        answered.wait()
+        written.set()
+
+    def messages(_wait: float) -> Iterator[Any]:
+        if trainer._saving is not None:
+            answered.set()
+            yield TakeSnapshot(1)
+        else:
+            yield Quiet([meta(Ledger.open(20)) for _ in range(2)])
+
+    monkeypatch.setattr(training, "save_checkpoint", save)
+    trainer.swarm.messages = messages  # type: ignore[method-assign,assignment]
+    trainer.steps_while_saving = False
+    trainer._save_in_background()
+    assert written.is_set() and trainer._saving is not None and not trainer._saving.is_alive()
+    assert SnapshotTaken(fragment=1, samples=100, steps=12) in trainer.swarm.sent  # type: ignore[attr-defined]
+    assert trainer.waited_seconds > 0
 
 
 def test_a_fragment_whose_turn_is_over_makes_room_for_another_which_begins_at_its_base(trainer: Trainer) -> None:
