@@ -126,6 +126,9 @@ class PartialModel:
             out[_within(piece)].copy_(piece.elements.detach().reshape(-1))
 
     def load(self, fragment: int, values: Tensor, *, pending: bool = False) -> None:
+        if any(piece.elements.is_pinned() for piece in self._fragments[fragment]):
+            # The device may not have read yet what it was told to copy: see ``Assembled.assemble``.
+            torch.cuda.current_stream(self._device).synchronize()
         for piece in self._fragments[fragment]:
             piece.elements.detach().view(-1).copy_(values[_within(piece)])
         self._kept.pop(fragment, None)

@@ -355,6 +355,29 @@ def test_work_of_a_stopped_fragment_moves_with_its_base_until_nothing_is_pending
     assert torch.equal(values(strategy, layout)[0], start.bfloat16().float())
 
 
+def test_pinned_weights_are_overwritten_only_when_the_device_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No card here: what is pinned is told by hand, and whether the values stood still until the wait was over."""
+    model = DIGITS.build_model()
+    layout = layout_of(model, 3)
+    strategy = built("stream", model, layout, SGD, frozenset({0}))
+    before, waited = values(strategy, layout), list[bool]()
+
+    def wait() -> None:
+        waited.append(all(torch.equal(now, then) for now, then in zip(values(strategy, layout), before, strict=True)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(synchronize=wait))
+    strategy.load(1, before[1] + 1)
+    assert waited == [], "nothing is pinned"
+    before = values(strategy, layout)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor.dtype == torch.bfloat16)
+    strategy.load(0, before[0])
+    assert waited == [], "what is trained lies on the device"
+    strategy.load(1, before[1] + 1)
+    assert waited == [True]
+    strategy.rebase(1, before[1] + 2, before[1], pending=False)
+    assert len(waited) == 2
+
+
 def test_evaluating_the_base_leaves_everything_as_it_was() -> None:
     for name, trained in (("full", frozenset(range(5))), ("fragments", frozenset({2}))):
         model = TEXT.build_model()
