@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hivemind.p2p import PeerID
 from torch import nn
 
 from dht_config.manifest import RunManifest, example_manifest, parse_manifest
@@ -15,6 +16,7 @@ from p2p_trainer.tasks import Task, load_task
 from peers.arena import SharedArena
 from peers.ledger import PendingSpan
 from peers.reducer import Rules
+from peers.round_plan import GroupMember
 from peers.weighting import get_weighting
 
 CPU = torch.device("cpu")
@@ -46,9 +48,11 @@ def test_fewer_samples_a_step_weigh_less_and_more_than_the_runs_are_not_believed
 ) -> None:
     """n²/τ: a sample weighs as much as there are samples in its step, at most the run's batch."""
     rules = Rules(weighting=get_weighting("samples_times_batch"), batch_size=16)
-    assert rules.value_weight(PendingSpan(start=0, stop=1, samples=samples, steps=steps)) == samples * batches
+    member = GroupMember(peer_id=PeerID(b"a" * 34), spans=(), samples=samples, steps=steps)
+    honest = PendingSpan(start=0, stop=1, samples=samples, steps=steps)
+    assert rules.value_weight(member, honest) == samples * batches
     claimed = PendingSpan(start=0, stop=1, samples=samples, steps=1)
-    assert rules.value_weight(claimed) == samples * 16
+    assert rules.value_weight(member, claimed) == samples * 16
 
 
 def test_a_loss_in_bfloat16_is_near_the_one_in_float32_and_its_gradients_are_float32() -> None:
