@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -211,6 +213,16 @@ class Peer:
         self.expected_to_live = False
         self.swarm.wait_until(lambda: self.process.poll() is not None, f"{self.name} has ended", within_seconds)
         return int(self.process.returncode)
+
+
+def port_of_its_own() -> int:
+    """One below those that the system gives to whoever asks for any: nobody takes it while its peer is away."""
+    while True:
+        port = random.randrange(20_000, 30_000, 2)
+        with suppress(OSError), socket.socket() as own, socket.socket() as following:
+            own.bind(("127.0.0.1", port))
+            following.bind(("127.0.0.1", port + 1))
+            return port
 
 
 class Swarm:

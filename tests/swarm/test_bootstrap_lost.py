@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from harness import Swarm, assert_digests_agree, assert_no_traceback, assert_samples_add_up
+from harness import Swarm, assert_digests_agree, assert_no_traceback, assert_samples_add_up, port_of_its_own
 
 pytestmark = pytest.mark.swarm
 
 
 def test_a_run_goes_on_takes_back_and_takes_in_without_its_bootstrap(swarm: Swarm) -> None:
-    bootstrap = swarm.bootstrap()
+    bootstrap = swarm.bootstrap("bootstrap", None, "--port", str(port_of_its_own()))
     first = swarm.join("first", bootstrap.invite, 80)
     second = swarm.join("second", bootstrap.invite, 40)
     swarm.wait_averaged(first, second)
