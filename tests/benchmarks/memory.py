@@ -6,9 +6,10 @@ kernel counts in the arena's file; the program and its libraries are what that p
 Figures are in bytes a parameter, and for what comes on top of bases and outer state in fragments' worth (4 bytes an
 element): the highest of a sample every 50 ms, over ``--rounds`` rounds.
 
-Measured: 100.9 M parameters, 8 fragments, ``--tick-seconds 14 --rounds 6``, load 9 on 2 shared cores: 8.00 bytes a
-parameter for bases and outer state, 0.7 fragments' worth on top between rounds, 5.5 at most; two snapshots were in the
-arena at that moment, of rounds that overlapped. When whole rounds were kept until their last deadline it had been 26.9.
+Measured: 100.9 M parameters, 8 fragments, ``--tick-seconds 30 --rounds 5``, load 2 on 2 shared cores: 8.00 bytes a
+parameter for bases and outer state, 1.1 fragments' worth on top between rounds, 3.9 at most, with one snapshot in the
+arena. When contributions lay there whole it had been 4.4, when whole rounds were kept until their last deadline 26.9.
+On a busier machine rounds overlap, and two snapshots were there at once.
 
 Not counted: what training itself needs (model, gradients, inner optimizer), and serving bases to newcomers, which
 freezes a fragment's base for as long as somebody fetches it.
