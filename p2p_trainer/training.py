@@ -25,7 +25,7 @@ from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, Mode
 from p2p_trainer.reality import RealityWatch
 from p2p_trainer.settings import PeerSettings
-from p2p_trainer.strategies import MemoryStrategy
+from p2p_trainer.strategies import MemoryStrategy, on_base
 from p2p_trainer.strategies.rotation import Rotation
 from p2p_trainer.tasks import Task, mean_loss
 from p2p_trainer.tasks.base import Batch
@@ -458,7 +458,7 @@ class Trainer:
             samples = sum(meta.total_element_samples for meta in fragments) // self.accounts.layout.num_elements
 
         self._with_quiet_arena(copy_base)
-        with self.strategy.on_base(base):
+        with on_base(self.strategy, self.accounts.layout, base):
             if not self._evaluated:
                 self._held_out = self._as_many_as_time_allows(self._held_out)
                 self._evaluated = True

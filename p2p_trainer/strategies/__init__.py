@@ -10,7 +10,7 @@ from torch import nn
 from dht_config.errors import UsageError
 from dht_config.manifest import InnerOptimizerSection
 from p2p_trainer.inner_optimizer import build_inner_optimizer
-from p2p_trainer.strategies.base import PARTIAL, STRATEGIES, MemoryStrategy, MemoryUse, StrategyName
+from p2p_trainer.strategies.base import PARTIAL, STRATEGIES, MemoryStrategy, MemoryUse, StrategyName, on_base
 from p2p_trainer.strategies.checkpointing import can_checkpoint, checkpoint_blocks
 from p2p_trainer.strategies.frozen import cannot_freeze
 from p2p_trainer.strategies.host_optimizer import HostOptimizer
@@ -29,6 +29,7 @@ __all__ = [
     "build_strategy",
     "facts_of",
     "fixed_bytes",
+    "on_base",
     "why_not",
 ]
 

@@ -6,8 +6,8 @@ and steps its optimizer; it need not know where anything lies or at what precisi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, get_args
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from p2p_trainer.settings import StrategyName as StrategyName
+from peers.fragments import FragmentLayout
 
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 """Cheapest in time first; each takes less of the device's memory than the one before it.
@@ -83,5 +84,15 @@ class MemoryStrategy(Protocol):
     def unrounded(self) -> dict[int, Tensor]:
         """Copies of the local values of every fragment that has values of its own: what a checkpoint must keep."""
 
-    def on_base(self, base: Tensor) -> AbstractContextManager[None]:
-        """For as long, the model's values are ``base`` ``(layout.num_elements,)``; frozen ones stay as they are."""
+
+@contextmanager
+def on_base(strategy: MemoryStrategy, layout: FragmentLayout, base: Tensor) -> Iterator[None]:
+    """For as long, the model's values are ``base`` ``(layout.num_elements,)``; frozen ones stay as they are."""
+    own = strategy.unrounded()
+    try:
+        for fragment in own:
+            strategy.load(fragment, base[layout.slice(fragment)])
+        yield
+    finally:
+        for fragment, values in own.items():
+            strategy.load(fragment, values, pending=True)

@@ -11,8 +11,7 @@ came from, to be sent once the fragment is trained again: then they are kept unt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -151,17 +150,6 @@ class PartialModel:
         for fragment in sorted(self.trained):
             self.snapshot(fragment, copies.setdefault(fragment, torch.empty(self._layout.size(fragment))))
         return copies
-
-    @contextmanager
-    def on_base(self, base: Tensor) -> Iterator[None]:
-        own = self.unrounded()
-        try:
-            for fragment in own:
-                self.load(fragment, base[self._layout.slice(fragment)])
-            yield
-        finally:
-            for fragment, values in own.items():
-                self.load(fragment, values, pending=True)
 
     # -------------------------------------------------------------- rotation
 

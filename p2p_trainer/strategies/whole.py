@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -49,14 +48,3 @@ class WholeModel:
         for fragment, out in copies.items():
             self.snapshot(fragment, out)
         return copies
-
-    @contextmanager
-    def on_base(self, base: Tensor) -> Iterator[None]:
-        own = self.unrounded()
-        try:
-            for fragment in own:
-                self.load(fragment, base[self._layout.slice(fragment)])
-            yield
-        finally:
-            for fragment, values in own.items():
-                self.load(fragment, values)

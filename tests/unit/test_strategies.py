@@ -22,6 +22,7 @@ from p2p_trainer.strategies import (
     build_strategy,
     facts_of,
     fixed_bytes,
+    on_base,
     why_not,
 )
 from p2p_trainer.strategies.checkpointing import blocks_of, checkpoint_blocks
@@ -384,7 +385,7 @@ def test_evaluating_the_base_leaves_everything_as_it_was() -> None:
         layout = layout_of(model, 5)
         strategy = build_strategy(name, model, layout, ADAMW, CPU, trained)  # type: ignore[arg-type]
         before, base = values(strategy, layout), torch.zeros(layout.num_elements)
-        with strategy.on_base(base):
+        with on_base(strategy, layout, base):
             inside = values(strategy, layout)
             assert all(inside[fragment].eq(0).all() for fragment in trained)
         assert all(torch.equal(a, b) for a, b in zip(values(strategy, layout), before, strict=True))
