@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from datetime import datetime, timezone
@@ -23,6 +22,7 @@ from hivemind.p2p import PeerID
 
 from peers.line import LineRate
 from peers.messages import WireMessage
+from peers.notes import write_note
 from peers.transport import Handler, Received, Sent, Transport
 
 DAY_SECONDS = 86_400.0
@@ -80,11 +80,8 @@ class Allowance:
         """Write the day's count to disk; a full disk loses it."""
         if self._daily is None:
             return
-        beside = self._path.with_suffix(".new")
-        with suppress(OSError):
-            beside.write_text(json.dumps({"day": self._day, "bytes": self._moved}))
-            os.replace(beside, self._path)
-            self._kept = self._moved
+        write_note(self._path, {"day": self._day, "bytes": self._moved})
+        self._kept = self._moved
 
     async def may_send(self, count: int) -> None:
         """Wait until so many bytes may go; they count."""

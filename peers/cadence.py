@@ -44,10 +44,11 @@ def steady(cadences: Mapping[str, int]) -> frozenset[str]:
 
 
 class Cadence:
-    """One peer's own cadence, as it announces it and as it keeps it.
+    """One peer's own cadence, as it announces it and as it keeps it, and the codec of its contributions, if that is
+    its own choice: a stronger one comes before a higher cadence.
 
-    It is raised at once: the others wait for it once in vain at most. It is lowered only after everybody could read of
-    it for a cycle, at a round in which this peer is due anyhow: it would come to rounds for which nobody waits.
+    The cadence is raised at once: the others wait for it once in vain at most. It is lowered only after everybody could
+    read of it for a cycle, at a round in which this peer is due anyhow: it would come to rounds for which nobody waits.
     """
 
     def __init__(self, schedule: Schedule, codec: str = "float32") -> None:

@@ -7,12 +7,11 @@ pieces of work would carry the same numbers, and it could not tell which of them
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from peers.ledger import Counts
+from peers.notes import write_note
 
 FILE_NAME = "contributed.json"
 _MOST = 2**60
@@ -22,10 +21,7 @@ def note_contributed(directory: Path, fragment: int, counts: Counts, num_fragmen
     """Put the counts of a fragment's snapshot into the note. A full disk costs the note, not the round."""
     noted = list(last_contributed(directory, num_fragments))
     noted[fragment] = counts.furthest(noted[fragment])
-    partial = directory / f".{FILE_NAME}.partial"
-    with suppress(OSError):
-        partial.write_text(json.dumps({"fragments": noted}))
-        os.replace(partial, directory / FILE_NAME)
+    write_note(directory / FILE_NAME, {"fragments": noted})
 
 
 def last_contributed(directory: Path, num_fragments: int) -> tuple[Counts, ...]:

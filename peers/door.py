@@ -6,9 +6,7 @@ import asyncio
 import itertools
 import json
 import math
-import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hivemind.dht.node import DHTNode
@@ -25,6 +23,7 @@ from dht_config.versions import other_protocol
 from peers.clock import SwarmClock, correction, measure_offset
 from peers.daemon import DialOutcome, DialReport, dial_all
 from peers.messages import Ask, AskHeader, DialBack, DialBackHeader
+from peers.notes import write_note
 from peers.transport import TRANSPORT_ERRORS
 
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0)
@@ -59,10 +58,7 @@ def remembered_addresses(path: Path) -> list[Address]:
 
 def remember_addresses(path: Path, addresses: Iterable[str]) -> None:
     """Write down whom to ask next time; a full disk only costs the memory."""
-    partial = path.with_suffix(".partial")
-    with suppress(OSError):
-        partial.write_text(json.dumps(list(dict.fromkeys(addresses))[:REMEMBERED_PEERS]))
-        os.replace(partial, path)
+    write_note(path, list(dict.fromkeys(addresses))[:REMEMBERED_PEERS])
 
 
 async def find_someone(

@@ -35,7 +35,8 @@ from peers.transport import TRANSPORT_ERRORS
 
 logger = logging.getLogger(__name__)
 
-MOST_USUAL = 10.0
+MOST_MEDIANS = 10.0
+"""A peer's announced rate counts for at most so many times the median."""
 RECORD_SECONDS = 30.0
 """How long a record of ours stands; a silent peer is forgotten after it."""
 PUBLISH_SECONDS = 5.0
@@ -377,10 +378,10 @@ class Presence:
 def coverage(profiles: Iterable[PeerProfile], num_fragments: int) -> list[float]:
     """For each fragment, the samples per second of those who train it.
 
-    Nobody counts for more than ten usual peers, whatever it announces.
+    Nobody counts for more than ten usual peers, whatever it announces: one could steer everybody's rotation.
     """
     profiles = list(profiles)
-    most = MOST_USUAL * statistics.median(profile.samples_per_second for profile in profiles) if profiles else 0.0
+    most = MOST_MEDIANS * statistics.median(profile.samples_per_second for profile in profiles) if profiles else 0.0
     rates: list[list[float]] = [[] for _ in range(num_fragments)]
     for profile in profiles:
         trained = indices_of(profile.trains, num_fragments) if profile.trains else None

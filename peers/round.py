@@ -367,7 +367,6 @@ class Round:
                 return  # nobody of our group is in it, or the root did not wait: it goes on without us
             body = part.sum.numpy().astype(FLOAT32, copy=False).data.cast("B")
             self.bytes_sent += len(body)
-            self._sent[part.start, part.stop] = len(body)
             included = mask_of(part.included, len(self.plan.members))
             yield Part(PartHeader(group_id=self.plan.group_id, part=number, included=included), body)
 

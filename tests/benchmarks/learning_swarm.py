@@ -86,7 +86,8 @@ class Cell:
     slow_lines: tuple[int, ...] = ()
     """Peers that take part in every fourth round of a fragment, and then bring what they trained since their last."""
     staleness: str = "none"
-    """By which rule the weight of what was trained on a base of the past falls: see ``STALENESS``."""
+    """By which rule the weight of what was trained on a base of the past falls: see ``STALENESS``. The product's is
+    "inverse"; it makes no difference without slow lines."""
     inner_lr_factor: float = 1.0
     """Times the example's inner learning rate: outer and inner steps multiply."""
     brief: bool = True
