@@ -93,3 +93,11 @@ def choose_partners(members: Mapping[str, Member], silent: Collection[str], coun
 def dht_reading_seconds(peers: int) -> float:
     """Time between two readings of everybody's records in the DHT: they grow with the number of peers."""
     return min(300.0, max(10.0, float(peers)))
+
+
+def dht_publishing_seconds(peers: int) -> float:
+    """Time between two storings of our records in the DHT, if nothing has changed that everybody must find there.
+
+    Whoever stores looks for the nearest nodes, and those that hold everybody's records answer with them.
+    """
+    return min(10.0, max(5.0, peers / 10))

@@ -1,9 +1,9 @@
 """Finding a group for a round: hivemind's matchmaking, on swarm time, with signed announcements and a quorum.
 
 Peers declare until when they look: about the beginning of the tick. Whoever ends first leads and assembles the group
-then. Who found nobody the last time ends a moment later, and follows. The schema hash names fragment, version and
-digest, so that peers with different bases never meet. What this does not stop: a leader that leaves out peers it does
-not like.
+then. Who found nobody the last time, or has a line too slow to lead so many, ends a moment later, and follows. The
+schema hash names fragment, version and digest, so that peers with different bases never meet. What this does not stop: a
+leader that leaves out peers it does not like.
 
 Overridden or relied on in hivemind 1.1.12: ``Matchmaking.min_group_size`` is read wherever a leader decides whether
 to assemble; ``GroupKeyManager`` calls ``dht.store``/``dht.get`` with ``return_future=True`` and awaits the result;
@@ -109,7 +109,7 @@ class GroupSearch:
     attempt: int
     claim: Claim
     follows: bool = False
-    """Whether this peer would rather not lead: nobody can dial it, or it found nobody the last time."""
+    """Whether this peer would rather not lead."""
 
     def get_timeout(self) -> float:
         return max(0.0, self.deadline - self.now())

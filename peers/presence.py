@@ -29,7 +29,7 @@ from peers.context import RunContext
 from peers.contribution import shares
 from peers.daemon import answers_elsewhere, dial, refuses
 from peers.door import remember_addresses, remembered_addresses, set_clock
-from peers.gossip import Gossip, dht_reading_seconds
+from peers.gossip import Gossip, dht_publishing_seconds, dht_reading_seconds
 from peers.lineage import Claim, has_quorum
 from peers.membership import Member, View, read_view
 from peers.messages import Ask, AskHeader, News, NewsAsk, indices_of, mask_of
@@ -46,7 +46,7 @@ RECORD_SECONDS = 30.0
 """How long a record of ours stands; a silent peer is forgotten after it."""
 PUBLISH_SECONDS = 5.0
 REACH_OUT_SECONDS = 2 * PUBLISH_SECONDS
-"""Records are renewed every PUBLISH_SECONDS: twice that without news means that something is broken."""
+"""News is made every PUBLISH_SECONDS: twice that without any means that something is broken."""
 MANIFEST_SECONDS = 600.0
 MANIFEST_PUBLISH_SECONDS = 60.0
 CLOCK_SECONDS = 60.0
@@ -169,10 +169,10 @@ class Presence:
         :param ask: peers, in base58, whose own word counts: they are asked in any case
         """
         run_id = self._run.settings.run_id
-        asked = {*ask, *self._gossip.partners(self.view.members, self._dead)} - {self._own_peer}
         found, *_ = await asyncio.gather(
             self._run.node.get_many([profiles_key(run_id), states_key(run_id)], float("inf")),
-            *(self._gossip.ask(peer) for peer in asked),
+            self._gossip.ask_some(self._gossip.partners(self.view.members, self._dead)),
+            *(self._gossip.ask(peer) for peer in {*ask} - {self._own_peer}),
         )
         everyone = read_view(found, run_id, self._run.clock.now())
         self._read_dht_at = everyone.read_at
@@ -403,7 +403,7 @@ class Presence:
                     self.changed.clear()
                     if self._run.training.begun is not None and status == "syncing" and self.caught_up:
                         status = "training"
-                    if status != stored or now - published >= PUBLISH_SECONDS:
+                    if status != stored or now - published >= dht_publishing_seconds(len(self.view.members)):
                         await self.publish(status)
                         stored, published = status, now
                     else:

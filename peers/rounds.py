@@ -14,7 +14,7 @@ from hivemind.p2p import PeerID
 
 from dht_config.keys import matchmaking_prefix
 from dht_config.records import MAX_DISTRUSTED, MAX_SPANS, RoundAnnouncement, sign_announcement
-from peers.attempts import ATTEMPTS, MEET_AGAIN_LEADS, next_attempt, search_times
+from peers.attempts import ATTEMPTS, MEET_AGAIN_LEADS, next_attempt, search_times, telling_seconds
 from peers.bases import BaseKeeper
 from peers.closing import Reliability, TransferTimes, announced_seconds, closing_times
 from peers.codecs import get_codec
@@ -368,6 +368,7 @@ class RoundKeeper:
             self._run.schedule.cycle_seconds,
             found_nobody=self._found_nobody,
             can_be_dialled=self._run.can_be_dialled,
+            telling_seconds=telling_seconds(len(expected) + 1, self._run.link_rate.rate.up),
         )
         search = GroupSearch(
             scheduled_time=times.scheduled,
@@ -378,7 +379,7 @@ class RoundKeeper:
             tick=brought.tick,
             attempt=attempt,
             claim=state.claim,
-            follows=self._found_nobody or not self._run.can_be_dialled,
+            follows=times.scheduled > begins,
         )
         key = f"{matchmaking_prefix(self._run.settings.run_id, state.index)}.0b"
         found = await self._matchmaking[key].find(search)

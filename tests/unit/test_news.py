@@ -19,10 +19,11 @@ from dht_config.news import MAX_NEWS_BYTES, PeerNews, open_news, sign_news
 from dht_config.records import FragmentClaim, PeerProfile, SwarmState
 from dht_config.validators import PEER_RECORD_LIFETIME_SECONDS
 from peers import news as newsrooms
-from peers.gossip import Gossip, choose_partners, dht_reading_seconds
+from peers.gossip import Gossip, choose_partners, dht_publishing_seconds, dht_reading_seconds
 from peers.membership import Member
 from peers.messages import News, NewsAsk, NewsAskHeader
 from peers.news import HAVE_BYTES, Newsroom, newest
+from peers.presence import RECORD_SECONDS
 
 RUN = "digits-0123456789abcdef"
 NOW = 1000.0
@@ -205,6 +206,11 @@ def test_the_dht_is_read_more_seldom_by_more_peers() -> None:
     assert dht_reading_seconds(1) == 10.0
     assert dht_reading_seconds(100) == 100.0
     assert dht_reading_seconds(10_000) == 300.0
+
+
+def test_records_are_stored_again_long_before_they_expire() -> None:
+    assert [dht_publishing_seconds(peers) for peers in (1, 80, 10_000)] == [5.0, 8.0, 10.0]
+    assert 2 * dht_publishing_seconds(10_000) < RECORD_SECONDS
 
 
 def test_of_several_views_the_newest_record_counts() -> None:
