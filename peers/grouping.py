@@ -2,8 +2,8 @@
 
 Peers declare until when they look: about the beginning of the tick. Whoever ends first leads and assembles the group
 then. Who found nobody the last time, or has a line too slow to lead so many, ends a moment later, and follows. The
-schema hash names fragment, version and digest, so that peers with different bases never meet. What this does not stop: a
-leader that leaves out peers it does not like.
+schema hash names fragment, version and digest, so that peers with different bases never meet. What this does not stop:
+a leader that leaves out peers it does not like.
 
 Overridden or relied on in hivemind 1.1.12: ``Matchmaking.min_group_size`` is read wherever a leader decides whether
 to assemble; ``GroupKeyManager`` calls ``dht.store``/``dht.get`` with ``return_future=True`` and awaits the result;
