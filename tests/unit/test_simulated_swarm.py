@@ -82,7 +82,7 @@ def test_records_that_nobody_can_read_are_said_to_be_so() -> None:
 
 def test_the_load_of_records_grows_with_the_swarm_and_with_every_tick() -> None:
     loads = [dht_load(RECORDS, peers, 1.0, 1.5, 1.0) for peers in (10, 100, 1000)]
-    assert loads[1].bytes_per_second > 4 * loads[0].bytes_per_second
+    assert 3 * loads[0].bytes_per_second < loads[1].bytes_per_second < 10 * loads[0].bytes_per_second
     assert loads[2].signatures_per_second > 4 * loads[1].signatures_per_second
     assert dht_load(RECORDS, 100, 10.0, 1.5, 0.1).bytes_per_second < 0.6 * loads[1].bytes_per_second
     assert dht_load(RECORDS, 1, 1.0, 1.5, 1.0).bytes_per_second == 0
