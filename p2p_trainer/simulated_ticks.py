@@ -21,7 +21,7 @@ from p2p_trainer.simulated_bases import BASE_BYTES_PER_ELEMENT, Bases
 from p2p_trainer.simulated_peer import MadeBase, SimulatedPeer
 from p2p_trainer.simulated_round import Line, MemberFlow, Participant, RoundFlow, play_round
 from p2p_trainer.simulated_world import World
-from peers.attempts import ATTEMPTS, next_attempt, search_times
+from peers.attempts import ATTEMPTS, next_attempt, search_times, telling_seconds
 from peers.cadence import is_due, pace
 from peers.closing import announced_seconds, closing_times
 from peers.line import LineRate, LineUse, limiting, line_use
@@ -213,6 +213,7 @@ class Ticks:
                 averaging.lead_seconds,
                 self._world.schedule.cycle_seconds,
                 found_nobody=one.peer.found_nobody,
+                telling_seconds=telling_seconds(len(members), one.peer.link_rate.rate.up),
             )
             for one in members
         ]

@@ -14,6 +14,10 @@ ATTEMPTS = 3
 """Of one tick's round: a group that lost a reducer re-forms without it while there is time."""
 DEFERENCE_SECONDS = 0.25
 """Who found nobody offers to begin the next group so much later, and so follows whoever leads."""
+ANNOUNCEMENT_BYTES = 800
+"""About: what a member announces, as its leader passes it on."""
+TELLING_SHARE = 0.2
+"""Of the matchmaking time: whoever needs longer to tell all members of all members would rather follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +29,13 @@ class SearchTimes:
 
 
 def search_times(
-    begins: float, lead_seconds: float, cycle_seconds: float, *, found_nobody: bool, can_be_dialled: bool = True
+    begins: float,
+    lead_seconds: float,
+    cycle_seconds: float,
+    *,
+    found_nobody: bool,
+    can_be_dialled: bool = True,
+    telling_seconds: float = 0.0,
 ) -> SearchTimes:
     """The times of one search.
 
@@ -33,12 +43,22 @@ def search_times(
     :param lead_seconds: how long before it peers begin to look (the manifest's ``matchmaking_seconds``)
     :param found_nobody: the last time
     :param can_be_dialled: who cannot be can only follow, and offers later than all others
+    :param telling_seconds: see the function of that name
     """
-    deference_seconds = DEFERENCE_SECONDS if found_nobody else 0.0
+    defers = found_nobody or telling_seconds > TELLING_SHARE * lead_seconds
+    deference_seconds = DEFERENCE_SECONDS if defers else 0.0
     return SearchTimes(
         scheduled=begins + (deference_seconds if can_be_dialled else 2 * DEFERENCE_SECONDS),
         deadline=begins + min(lead_seconds, cycle_seconds / 4),
     )
+
+
+def telling_seconds(members: int, up_bytes_per_second: float) -> float:
+    """How long a leader's line takes to tell each member what all members announce.
+
+    :param up_bytes_per_second: infinite where it is not known
+    """
+    return members * members * ANNOUNCEMENT_BYTES / up_bytes_per_second
 
 
 def next_attempt(

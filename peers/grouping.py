@@ -1,9 +1,9 @@
 """Finding a group for a round: hivemind's matchmaking, on swarm time, with signed announcements and a quorum.
 
 Peers declare until when they look: about the beginning of the tick. Whoever ends first leads and assembles the group
-then. Who found nobody the last time ends a moment later, and follows. The schema hash names fragment, version and
-digest, so that peers with different bases never meet. What this does not stop: a leader that leaves out peers it does
-not like.
+then. Who found nobody the last time, or has a line too slow to lead so many, ends a moment later, and follows. The
+schema hash names fragment, version and digest, so that peers with different bases never meet. What this does not stop:
+a leader that leaves out peers it does not like.
 
 Overridden or relied on in hivemind 1.1.12: ``Matchmaking.min_group_size`` is read wherever a leader decides whether
 to assemble; ``GroupKeyManager`` calls ``dht.store``/``dht.get`` with ``return_future=True`` and awaits the result;
@@ -44,26 +44,54 @@ SILENT_SECONDS = 0.1
 """A leader that has said nothing so shortly before the deadline is one that never begins."""
 POLL_SECONDS = 0.15
 """Least time between two looks at one matchmaking key; hivemind asks again without a pause (a core per peer)."""
+LEADERS_POLLS = 3
+"""Looks, while a group is looked for, of the peer that will lead it as far as the records tell."""
+DECLARED_LEADERS = 3
+"""So many peers, first in the order in which groups are led, declare themselves in the DHT; the others will follow."""
+LEAST_DECLARED_SECONDS = 0.3
+"""A declaration that ends sooner anyhow is not withdrawn."""
 MOST_REDIRECTS = 4
 """A leader that has found one itself sends us there. Leaders that send us to each other are not followed for ever."""
 
 
 class NodeAsDHT:
-    """hivemind's ``DHT`` interface, as far as matchmaking uses it, over a DHTNode in this very event loop."""
+    """hivemind's ``DHT`` interface, as far as matchmaking uses it, over a DHTNode in this very event loop.
 
-    def __init__(self, node: DHTNode) -> None:
-        self._node = node
+    Every look brings the declarations of all from several holders, and costs a call to each of them. So only a few
+    declare themselves, and who will lead, as far as the records tell, does not look all the time for somebody else.
+
+    :param now: swarm time, seconds
+    """
+
+    def __init__(self, node: DHTNode, now: Callable[[], float]) -> None:
+        self._node, self._now = node, now
         self.peer_id = node.peer_id
         self._looked: dict[str, float] = {}
+        self._places: dict[str, tuple[int, float]] = {}
+
+    def begin(self, key: str, place: int, seconds: float) -> None:
+        """A search under this key begins.
+
+        :param place: how many peers are known that would rather lead
+        :param seconds: how long it lasts
+        """
+        self._places[key] = place, max(POLL_SECONDS, seconds / LEADERS_POLLS)
+        # Whoever will follow need not look before the others can have declared themselves.
+        self._looked[key] = asyncio.get_running_loop().time()
 
     async def store(
         self, key: str, value: Any, expiration_time: float, subkey: Any = None, return_future: bool = True
     ) -> bool:
+        place, _ = self._places.get(key, (0, 0.0))
+        if place >= DECLARED_LEADERS or (not value and expiration_time - self._now() < LEAST_DECLARED_SECONDS):
+            return True
         return bool(await self._node.store(key, value, expiration_time, subkey=subkey))
 
     async def get(self, key: str, latest: bool = False, return_future: bool = True) -> Any:
         now = asyncio.get_running_loop().time()
-        await asyncio.sleep(max(0.0, self._looked.get(key, 0.0) + POLL_SECONDS - now))
+        place, leaders_pause = self._places.get(key, (1, 0.0))
+        pause = POLL_SECONDS if place else leaders_pause
+        await asyncio.sleep(max(0.0, self._looked.get(key, 0.0) + pause - now))
         self._looked[key] = asyncio.get_running_loop().time()
         return await self._node.get(key, latest=latest)
 
@@ -80,6 +108,8 @@ class GroupSearch:
     tick: int
     attempt: int
     claim: Claim
+    follows: bool = False
+    """Whether this peer would rather not lead."""
 
     def get_timeout(self) -> float:
         return max(0.0, self.deadline - self.now())
@@ -100,6 +130,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
     :param is_quorum: whether peers, as base58 ids with ourselves, may make the next version
     :param can_be_dialled: whether others can follow us; if not, we follow
     :param silent_leaders: those that accepted us and never began, or began nonsense, are not followed for a while
+    :param likely_members: peers that, by their records, look for a tick's group and could lead it, by their ids
     """
 
     def __init__(
@@ -116,7 +147,9 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         possible_samples: Callable[[], float],
         silent_leaders: Reliability,
         can_be_dialled: bool = True,
+        likely_members: Callable[[int], Collection[bytes]] = lambda tick: (),
     ) -> None:
+        self._dht, self._likely_members = dht, likely_members
         self._is_quorum = is_quorum
         self._silent_leaders = silent_leaders
         self._size = size
@@ -151,6 +184,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         """A group for this round: its id and its members in the leader's order, or None if there is none in time."""
         self._search = search
         self.schema_hash = search.schema_hash
+        self._dht.begin(self.group_key_manager.current_key, self._place(search), search.get_timeout())
         try:
             group = await self.look_for_group(search)
         except (MatchmakingException, AssertionError, *TRANSPORT_ERRORS):
@@ -163,6 +197,13 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         if not self._is_quorum({str(member.peer_id) for member in members}):
             return None  # the leader's word is not enough: a group of too few could make a rival base
         return group.group_id, members
+
+    def _place(self, search: GroupSearch) -> int:
+        """How many others would rather lead: of equal deadlines the lower peer id goes first."""
+        others = set(self._likely_members(search.tick)) - set(self._silent_leaders.distrusted(search.now()))
+        own_id: bytes = self.peer_id.to_bytes()
+        before = sum(peer_id < own_id for peer_id in others)
+        return max(1, before) if search.follows else before
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext

@@ -10,6 +10,7 @@ rpc                    request                                               ans
 =====================  ====================================================  ==============================
 rpc_time               Ask                                                   Clock
 rpc_look               Ask ("my records have changed")                       Clock
+rpc_news               NewsAsk ("what is newer than this?")                  News
 rpc_dial_back          DialBack ("can you reach my port?")                   DialedBack
 rpc_join_group         hivemind's JoinRequest (gather = RoundAnnouncement)   hivemind's MessageFromLeader
 average                stream of Part, in part order                         stream of Average, in part order
@@ -60,6 +61,17 @@ class ClockHeader(Header):
     """The peer's swarm time, seconds since the epoch."""
 
     seconds: float = Field(ge=0, le=1e11)
+
+
+class NewsAskHeader(Header):
+    """Asks for everybody's news that is newer than what the asker has."""
+
+    have: Annotated[bytes, Field(max_length=64 * 1024)]
+    """16 bytes for each peer that it has news of: the last 8 of its id, and when its news expires (``news.py``)."""
+
+
+class NewsHeader(Header):
+    """Answers; what, the body says."""
 
 
 class PartHeader(Header):
@@ -254,6 +266,20 @@ class Ask(WireMessage):
 class Clock(WireMessage):
     header_type = ClockHeader
     header: ClockHeader | None
+
+
+class NewsAsk(WireMessage):
+    """The body is the asker's own news, sealed (``dht_config/news.py``), or empty."""
+
+    header_type = NewsAskHeader
+    header: NewsAskHeader | None
+
+
+class News(WireMessage):
+    """The body is a msgpack list of sealed news (``news.py``)."""
+
+    header_type = NewsHeader
+    header: NewsHeader | None
 
 
 class Part(WireMessage):

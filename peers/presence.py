@@ -1,5 +1,7 @@
 """Being there: our records in the DHT, everybody else's in one view, and who can be counted on.
 
+Records lie in the DHT, and go from peer to peer as news (``news.py``), which costs a fraction of reading them there.
+
 A peer that is silent is not gone: quorums count it until its record expires or its machine says that nobody listens
 there any more. A peer that hears of nobody is not alone until it knows what became of the others.
 """
@@ -11,7 +13,7 @@ import logging
 import math
 import random
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Literal
 
@@ -20,15 +22,18 @@ from hivemind.p2p import PeerID
 from dht_config.address import Address, parse_addresses
 from dht_config.errors import IdentityError
 from dht_config.keys import manifest_key, profiles_key, run_manifest_key, states_key
+from dht_config.news import PeerNews, sign_news
 from dht_config.records import FragmentClaim, PeerProfile, SwarmState, software_version
 from peers.cadence import Cadence, is_due, pace
 from peers.context import RunContext
 from peers.contribution import shares
 from peers.daemon import answers_elsewhere, dial, refuses
 from peers.door import remember_addresses, remembered_addresses, set_clock
+from peers.gossip import Gossip, dht_publishing_seconds, dht_reading_seconds
 from peers.lineage import Claim, has_quorum
 from peers.membership import Member, View, read_view
-from peers.messages import Ask, AskHeader, indices_of, mask_of
+from peers.messages import Ask, AskHeader, News, NewsAsk, indices_of, mask_of
+from peers.news import Newsroom, newest
 from peers.pipe import Event
 from peers.round import RoundVoid
 from peers.transport import TRANSPORT_ERRORS
@@ -41,7 +46,7 @@ RECORD_SECONDS = 30.0
 """How long a record of ours stands; a silent peer is forgotten after it."""
 PUBLISH_SECONDS = 5.0
 REACH_OUT_SECONDS = 2 * PUBLISH_SECONDS
-"""Records are renewed every PUBLISH_SECONDS: twice that without news means that something is broken."""
+"""News is made every PUBLISH_SECONDS: twice that without any means that something is broken."""
 MANIFEST_SECONDS = 600.0
 MANIFEST_PUBLISH_SECONDS = 60.0
 CLOCK_SECONDS = 60.0
@@ -77,6 +82,12 @@ class Presence:
         self._own_record: Member | None = None
         self._known: set[str] = set()
         self._dead: dict[str, float] = {}
+        self._newsroom = Newsroom(run.settings.run_id, run.own_id, run.clock.now)
+        self._status: Status = self.first_status
+        self._gossip = Gossip(self._newsroom, run.stub, run.clock.now, lambda: run.node.protocol.wait_timeout)
+        self._to_ask: set[str] = set()
+        """Peers that say that their records have changed."""
+        self._read_dht_at = float("-inf")
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
         self._joined_at = run.clock.now()
         self._heard_at = self._joined_at if heard_from_others else float("-inf")
@@ -105,8 +116,18 @@ class Presence:
         )
 
     async def publish(self, status: Status) -> None:
-        """Store our profile and our bases' claims."""
-        self._goodbye = status == "leaving"
+        """Store our profile and our bases' claims in the DHT. What others are told of us from now on is the same."""
+        news = self.tell(status)
+        run_id, own = self._run.settings.run_id, self._run.own_id
+        stores = [self._run.node.store(profiles_key(run_id), news.profile.to_payload(), news.expires, subkey=own)]
+        if news.state is not None:
+            stores.append(self._run.node.store(states_key(run_id), news.state.to_payload(), news.expires, subkey=own))
+        if not all(await asyncio.gather(*stores)):
+            logger.debug("The DHT refused a record of ours")
+
+    def tell(self, status: Status) -> PeerNews:
+        """Make news of our profile and our bases' claims, for whoever asks."""
+        self._status, self._goodbye = status, status == "leaving"
         training, progress = self._run.training.begun, self._run.training.progress
         self._rate = progress.samples_per_second or (training.samples_per_second if training else 0.0)
         profile = PeerProfile(
@@ -123,46 +144,67 @@ class Presence:
             cadence=self.cadence.announced,
             trains=mask_of(set(progress.trained), len(self._run.fragments)) if progress.trained is not None else b"",
         )
-        own = self._run.own_id
-        expiration = self._expiration(RECORD_SECONDS)
-        stores = [
-            self._run.node.store(profiles_key(self._run.settings.run_id), profile.to_payload(), expiration, subkey=own)
-        ]
-        if all(state.version >= 0 for state in self._run.fragments):
-            claims = SwarmState(
+        state = None
+        if all(fragment.version >= 0 for fragment in self._run.fragments):
+            state = SwarmState(
                 fragments=tuple(
-                    FragmentClaim(
-                        version=state.claim.version,
-                        digest=state.claim.digest,
-                        total_samples=state.claim.total_samples,
-                    )
-                    for state in self._run.fragments
+                    FragmentClaim(version=claim.version, digest=claim.digest, total_samples=claim.total_samples)
+                    for claim in (fragment.claim for fragment in self._run.fragments)
                 )
             )
-            stores.append(
-                self._run.node.store(states_key(self._run.settings.run_id), claims.to_payload(), expiration, subkey=own)
-            )
-        if not all(await asyncio.gather(*stores)):
-            logger.debug("The DHT refused a record of ours")
+        news = PeerNews(
+            peer_id=self._run.own_id, expires=self._expiration(RECORD_SECONDS), profile=profile, state=state
+        )
+        self._newsroom.announce(news, sign_news(self._run.settings.identity, news, self._run.settings.run_id))
+        return news
 
     def _expiration(self, seconds: float) -> float:
         """Later than any expiration given before: the DHT keeps the record that expires last."""
         self._last_expiration = max(self._run.clock.now() + seconds, self._last_expiration + 0.001)
         return self._last_expiration
 
-    async def refresh(self) -> None:
-        """Read everyone's records into a new view; if there has been no news for long, reach out."""
+    async def refresh(self, ask: Collection[str] = ()) -> None:
+        """Read everyone's records, in the DHT and from a few peers, into a new view.
+
+        :param ask: peers, in base58, whose own word counts: they are asked in any case
+        """
         run_id = self._run.settings.run_id
-        found = await self._run.node.get_many([profiles_key(run_id), states_key(run_id)], float("inf"))
+        found, *_ = await asyncio.gather(
+            self._run.node.get_many([profiles_key(run_id), states_key(run_id)], float("inf")),
+            self._gossip.ask_some(self._gossip.partners(self.view.members, self._dead)),
+            *(self._gossip.ask(peer) for peer in {*ask} - {self._own_peer}),
+        )
         everyone = read_view(found, run_id, self._run.clock.now())
+        self._read_dht_at = everyone.read_at
         self._own_record = everyone.members.get(self._own_peer)
+        self._see(everyone.members)
+
+    async def hear(self) -> None:
+        """Renew the view by what a few peers know; by the DHT as well if it is time, or if none of them answers."""
+        due = self._read_dht_at + dht_reading_seconds(len(self.view.members))
+        told, self._to_ask = self._to_ask & self.view.members.keys(), set()
+        asked = told or self._gossip.partners(self.view.members, self._dead)
+        if self._run.clock.now() < due and await self._gossip.ask_some(asked):
+            self._see({})
+        else:
+            await self.refresh(told)
+
+    def answer_news(self, request: NewsAsk) -> News:
+        """What others are to hear of us and of everybody."""
+        if self.changed.is_set() and self._newsroom.own:
+            self.tell(self._status)  # the asker wants to know what is so now
+        return self._gossip.answer(request)
+
+    def _see(self, found: Mapping[str, Member]) -> None:
+        """Make a new view of what was found and heard; if there has been no news for long, reach out."""
+        now, before = self._run.clock.now(), self.view.members
         # A record that a search missed still stands until it expires: a hiccup must not make a peer think it is alone.
-        standing = {peer: member for peer, member in self.view.members.items() if member.expires > everyone.read_at}
-        members = {peer: member for peer, member in {**standing, **everyone.members}.items() if peer != self._own_peer}
-        before = self.view.members
+        standing = {peer: member for peer, member in before.items() if member.expires > now}
+        members = newest(standing, found, self._newsroom.members())
+        members.pop(self._own_peer, None)
         if any(peer not in before or member.expires > before[peer].expires for peer, member in members.items()):
-            self._heard_at = everyone.read_at
-        self.view = View(read_at=everyone.read_at, members=members)
+            self._heard_at = now
+        self.view = View(read_at=now, members=members)
         self._run.training.send(
             Event(
                 "peers",
@@ -175,7 +217,6 @@ class Presence:
             )
         )
         self._meet(members)
-        now = self._run.clock.now()
         if now - max(self._heard_at, self._reached_out) >= REACH_OUT_SECONDS:
             self._reached_out = now
             self._run.tasks.spawn(self._reach_out())
@@ -244,6 +285,13 @@ class Presence:
         cadences = self.view.cadences()
         return frozenset(peer for peer in self.present() if is_due(self._run.schedule, tick, cadences[peer]))
 
+    def likely_leaders(self, tick: int) -> frozenset[bytes]:
+        """Ids of the peers that can lead a tick's group, since others can dial them."""
+        members = self.view.members
+        return frozenset(
+            PeerID.from_base58(peer).to_bytes() for peer in self.expected(tick) if members[peer].profile.addresses
+        )
+
     def is_quorum(self, members: Collection[str]) -> bool:
         """Whether these peers, ourselves among them, may make the next version of a fragment."""
         return has_quorum(members, {*self.present(), self._own_peer})
@@ -303,9 +351,10 @@ class Presence:
         """Peers that said goodbye a moment ago: what only they hold must be fetched now or never."""
         return frozenset(peer for peer, member in self.view.members.items() if member.profile.status == "leaving")
 
-    def look(self) -> None:
-        """Somebody says that its records have changed: read them now. At most once in LOOK_SECONDS."""
+    def look(self, peer: PeerID) -> None:
+        """Somebody says that its records have changed: ask for them now. At most once in LOOK_SECONDS."""
         now = self._run.clock.now()
+        self._to_ask.add(str(peer))
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
             self.changed.set()
@@ -341,7 +390,7 @@ class Presence:
     async def keep(self, on_news: Callable[[], None]) -> None:
         published = manifest_published = self._run.clock.now()
         period = refresh_seconds(self._run.schedule.tick_seconds)
-        status = self.first_status
+        status = stored = self.first_status
         while True:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), period)
@@ -354,13 +403,16 @@ class Presence:
                     self.changed.clear()
                     if self._run.training.begun is not None and status == "syncing" and self.caught_up:
                         status = "training"
-                    await self.publish(status)
-                    published = now
+                    if status != stored or now - published >= dht_publishing_seconds(len(self.view.members)):
+                        await self.publish(status)
+                        stored, published = status, now
+                    else:
+                        self.tell(status)
                     self.announced = self.announced or status == "training"
                 if now - manifest_published >= MANIFEST_PUBLISH_SECONDS:
                     await self.publish_manifest()
                     manifest_published = now
-                await self.refresh()
+                await self.hear()
             except (*TRANSPORT_ERRORS, ValueError) as error:
                 # ValueError: a record that we would have to publish is out of bounds; membership must outlive it.
                 logger.debug("Membership was not refreshed: %r", error)
@@ -391,7 +443,7 @@ def coverage(profiles: Iterable[PeerProfile], num_fragments: int) -> list[float]
 
 
 def refresh_seconds(tick_seconds: float) -> float:
-    """How often everyone's records are read, if nothing happens in between."""
+    """How often others are asked for news, if nothing happens in between."""
     return max(0.25, tick_seconds / 2)
 
 

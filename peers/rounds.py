@@ -14,7 +14,7 @@ from hivemind.p2p import PeerID
 
 from dht_config.keys import matchmaking_prefix
 from dht_config.records import MAX_DISTRUSTED, MAX_SPANS, RoundAnnouncement, sign_announcement
-from peers.attempts import ATTEMPTS, MEET_AGAIN_LEADS, next_attempt, search_times
+from peers.attempts import ATTEMPTS, MEET_AGAIN_LEADS, next_attempt, search_times, telling_seconds
 from peers.bases import BaseKeeper
 from peers.closing import Reliability, TransferTimes, announced_seconds, closing_times
 from peers.codecs import get_codec
@@ -90,7 +90,7 @@ class RoundKeeper:
         self._under_way: dict[int, Round] = {}
         """By fragment."""
         self._matchmaking: dict[str, FragmentMatchmaking] = {}
-        dht = NodeAsDHT(run.node)
+        dht = NodeAsDHT(run.node, run.clock.now)
         for state in run.fragments:
             matchmaking = FragmentMatchmaking(
                 run.p2p,
@@ -104,6 +104,7 @@ class RoundKeeper:
                 possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
                 silent_leaders=silent_leaders,
                 can_be_dialled=run.can_be_dialled,
+                likely_members=presence.likely_leaders,
             )
             self._matchmaking[matchmaking.group_key_manager.current_key] = matchmaking
 
@@ -248,7 +249,7 @@ class RoundKeeper:
         if attempt:
             # Those who have every answer of the first attempt have told of its base by now: no rival to that one.
             try:
-                await self._presence.refresh()
+                await self._presence.refresh([str(member.peer_id) for member in members])
             except TRANSPORT_ERRORS as error:
                 raise RoundVoid("the records of other peers could not be read") from error
         # Whoever is alone has just read the records anew: after a long sleep a serving peer may hold what others made.
@@ -312,13 +313,13 @@ class RoundKeeper:
 
     async def _look_for_a_rival(self, state: FragmentState, plan: RoundPlan, parts: Sequence[AveragedPart]) -> None:
         """:raises RoundVoid: the others lost a reducer of this long round, perhaps us, and held it again"""
+        mates = [str(member.peer_id) for member in plan.members]
         try:
-            await self._presence.refresh()
+            await self._presence.refresh(mates)
         except TRANSPORT_ERRORS as error:
             raise RoundVoid("the records of other peers could not be read") from error
         total = (state.total_element_samples + element_samples(plan, parts)) // state.size
         claims = self._presence.view.claims(state.index)
-        mates = [str(member.peer_id) for member in plan.members]
         if held_again(state.version + 1, total, [claims[peer] for peer in mates if peer in claims]):
             raise RoundVoid("it took so long that the others held the round again; their base is fetched")
 
@@ -367,6 +368,7 @@ class RoundKeeper:
             self._run.schedule.cycle_seconds,
             found_nobody=self._found_nobody,
             can_be_dialled=self._run.can_be_dialled,
+            telling_seconds=telling_seconds(len(expected) + 1, self._run.link_rate.rate.up),
         )
         search = GroupSearch(
             scheduled_time=times.scheduled,
@@ -377,6 +379,7 @@ class RoundKeeper:
             tick=brought.tick,
             attempt=attempt,
             claim=state.claim,
+            follows=times.scheduled > begins,
         )
         key = f"{matchmaking_prefix(self._run.settings.run_id, state.index)}.0b"
         found = await self._matchmaking[key].find(search)

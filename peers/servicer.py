@@ -16,7 +16,7 @@ from dht_config.keys import rpc_namespace
 from peers.clock import SwarmClock
 from peers.dial_back import DialBackDesk, not_tried
 from peers.grouping import FragmentMatchmaking
-from peers.messages import Ask, Clock, ClockHeader, DialBack, DialedBack
+from peers.messages import Ask, Clock, ClockHeader, DialBack, DialedBack, News, NewsAsk, NewsHeader
 
 
 class RoundDesk(Protocol):
@@ -26,9 +26,11 @@ class RoundDesk(Protocol):
 
 
 class PresenceDesk(Protocol):
-    """Is told that somebody's records have changed."""
+    """Is told that somebody's records have changed, and tells others of everybody's."""
 
-    def look(self) -> None: ...
+    def look(self, peer: PeerID) -> None: ...
+
+    def answer_news(self, request: NewsAsk) -> News: ...
 
 
 class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
@@ -51,8 +53,11 @@ class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no ty
 
     async def rpc_look(self, request: Ask, context: P2PContext) -> Clock:
         if self.presence is not None:
-            self.presence.look()
+            self.presence.look(context.remote_id)
         return Clock(ClockHeader(seconds=self._clock.now()))
+
+    async def rpc_news(self, request: NewsAsk, context: P2PContext) -> News:
+        return self.presence.answer_news(request) if self.presence is not None else News(NewsHeader())
 
     async def rpc_dial_back(self, request: DialBack, context: P2PContext) -> DialedBack:
         if self.dial_back is None:

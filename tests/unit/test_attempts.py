@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from peers.attempts import DEFERENCE_SECONDS, next_attempt, search_times
+from peers.attempts import DEFERENCE_SECONDS, next_attempt, search_times, telling_seconds
 
 LEAD, CYCLE = 1.5, 12.0
 
@@ -13,6 +15,15 @@ def test_who_found_nobody_offers_to_begin_later_but_gives_up_no_later() -> None:
     usual, deferring = (search_times(100.0, LEAD, CYCLE, found_nobody=found) for found in (False, True))
     assert (usual.scheduled, deferring.scheduled) == (100.0, 100.0 + DEFERENCE_SECONDS)
     assert usual.deadline == deferring.deadline == 101.5
+
+
+def test_who_would_tell_a_big_group_for_too_long_leaves_the_lead_to_others() -> None:
+    kilobyte_line, unknown = 125_000.0, math.inf
+    few, many = telling_seconds(3, kilobyte_line), telling_seconds(30, kilobyte_line)
+    assert search_times(100.0, LEAD, CYCLE, found_nobody=False, telling_seconds=few).scheduled == 100.0
+    deferring = search_times(100.0, LEAD, CYCLE, found_nobody=False, telling_seconds=many)
+    assert deferring == search_times(100.0, LEAD, CYCLE, found_nobody=True)
+    assert telling_seconds(200, unknown) == 0.0
 
 
 def test_a_search_ends_well_before_the_fragments_next_round() -> None:

@@ -289,6 +289,7 @@ def test_our_servicers_streams_are_streams() -> None:
     assert rpc_types(SwarmServicer) == {
         "rpc_time": (False, False),
         "rpc_look": (False, False),
+        "rpc_news": (False, False),
         "rpc_dial_back": (False, False),
         "rpc_join_group": (False, True),
     }
@@ -313,3 +314,15 @@ def test_matchmaking_asks_for_its_leader_under_its_prefix_as_namespace() -> None
     for namespace in (f"{run_id}-f7", f"{run_id}-f255", f"p2p-trainer-{run_id}"):
         stub = SwarmServicer.get_stub(AnyP2P(), PeerID(b"\x12\x20" + bytes(32)), namespace=namespace)
         assert stub._namespace == f"p2p-trainer-{run_id}"
+
+
+def test_of_equal_deadlines_the_lower_peer_id_leads() -> None:
+    """``FragmentMatchmaking`` says by it who need not look for a leader."""
+    assert "(entry.expiration_time, maybe_next_leader.to_bytes()) > (" in source_of(PotentialLeaders.pop_next_leader)
+
+
+def test_a_peer_declares_itself_when_it_begins_to_look_and_withdraws_when_it_ends() -> None:
+    """``NodeAsDHT`` leaves both out where they are of no use."""
+    declaring = source_of(PotentialLeaders._declare_averager_periodically)
+    assert declaring.count("key_manager.declare_averager(") == 2 and "looking_for_group=False" in declaring
+    assert "value=looking_for_group" in source_of(GroupKeyManager.declare_averager)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+from hivemind.p2p import PeerID
 
 from dht_config.records import PeerProfile
 from peers.cadence import CADENCES
 from peers.clock import Schedule
+from peers.gossip import Gossip
+from peers.lineage import Claim
 from peers.membership import Member, View
+from peers.messages import NewsAsk, NewsAskHeader
 from peers.presence import Presence
 from peers.round import RoundVoid
 
@@ -54,7 +59,10 @@ class Records(Presence):
             manifest=SimpleNamespace(averaging=SimpleNamespace(codec="float32")),
             node=SimpleNamespace(protocol=protocol, store=store),
             settings=SimpleNamespace(
-                run_id="digits-0123456789abcdef", restart=0, identity=SimpleNamespace(peer_id="own")
+                run_id="digits-0123456789abcdef",
+                restart=0,
+                role="training",
+                identity=SimpleNamespace(peer_id="own", public_key=b"key", sign=lambda message: b"signature"),
             ),
             training=SimpleNamespace(
                 begun=None,
@@ -62,15 +70,19 @@ class Records(Presence):
             ),
             addresses=(),
             own_id=b"own",
+            stub=None,
             fragments=(SimpleNamespace(version=-1),),
         )
         super().__init__(run, heard_from_others=True)  # type: ignore[arg-type]
+        self.read: list[list[str]] = []
+        """Readings of the DHT, and who was asked besides."""
 
     def others(self, **members: Member) -> None:
         self.view = View(read_at=100.0, members=members)
 
-    async def refresh(self) -> None:
+    async def refresh(self, ask: Collection[str] = ()) -> None:
         """The records are as they are."""
+        self.read.append(sorted(ask))
 
 
 def alone(records: Records) -> bool:
@@ -126,3 +138,69 @@ def test_who_has_said_goodbye_makes_no_base_alone() -> None:
     assert alone(records)
     asyncio.run(records.publish("leaving"))
     assert not alone(records)
+
+
+class Heard(Gossip):
+    """Gossip whose partners answer, or do not."""
+
+    def __init__(self, answers: bool) -> None:
+        self.answers = answers
+        self.asked: list[list[str]] = []
+
+    def partners(self, members: Mapping[str, Member], dead: Collection[str]) -> list[str]:
+        return sorted(members)[:2]
+
+    async def ask_some(self, peers: Iterable[str]) -> bool:
+        self.asked.append(sorted(peers))
+        return self.answers
+
+
+def hearing(answers: bool = True) -> tuple[Records, Heard]:
+    records = Records()
+    records.others(one=member(), two=member(), three=member())
+    records._gossip = gossip = Heard(answers)
+    records._read_dht_at = 95.0
+    records._see = lambda found: None  # type: ignore[method-assign]
+    return records, gossip
+
+
+def test_others_are_asked_for_news_and_the_dht_only_now_and_then() -> None:
+    records, gossip = hearing()
+    asyncio.run(records.hear())
+    assert (gossip.asked, records.read) == ([["one", "three"]], [])
+    records._read_dht_at = 85.0
+    asyncio.run(records.hear())
+    assert len(gossip.asked) == 1 and records.read == [[]], "it is time"
+
+
+def test_where_nobody_answers_the_dht_is_read() -> None:
+    records, gossip = hearing(answers=False)
+    asyncio.run(records.hear())
+    assert gossip.asked and records.read == [[]]
+
+
+def test_whose_records_have_changed_is_asked_itself() -> None:
+    records, gossip = hearing()
+    two = PeerID(b"\x12\x20" + bytes(32))
+    records.others(**{"one": member(), str(two): member()})
+    records.look(two)
+    assert records.changed.is_set()
+    asyncio.run(records.hear())
+    asyncio.run(records.hear())
+    assert gossip.asked[0] == [str(two)] and gossip.asked[1] != gossip.asked[0]
+
+
+def test_what_is_told_is_what_is_so_now() -> None:
+    """A base of a moment ago must be heard of by whoever asks, before our records are next published."""
+    records = Records()
+    records.tell("training")
+    before = records._newsroom.own
+    assert records.answer_news(NewsAsk(NewsAskHeader(have=b""))).body
+    assert records._newsroom.own == before
+    records.changed.set()
+    held: Any = SimpleNamespace(version=0, claim=Claim(version=0, digest=bytes(32), total_samples=0))
+    records._run.fragments = (held,)  # type: ignore[misc]
+    records.answer_news(NewsAsk(NewsAskHeader(have=b"")))
+    told = records._newsroom._news[b"own"].state
+    assert records._newsroom.own != before
+    assert told is not None and told.fragments[0].version == 0

@@ -12,7 +12,7 @@ from p2p_trainer.simulated_swarm import SimulatedSwarm
 
 MANIFEST = parse_manifest(example_manifest("stdlib-text"), "the example")
 FRAGMENTS = [30_000, 28_000, 31_000, 29_000]
-RECORDS = RecordSizes(profile=913, state=790, matchmaking=614, announcement=754)
+RECORDS = RecordSizes(profile=913, state=790, matchmaking=614, announcement=754, news=1150)
 
 
 def swarm_of(peers: str, seconds: float = 60.0, seed: int = 0) -> SimulatedSwarm:
@@ -80,18 +80,18 @@ def test_records_that_nobody_can_read_are_said_to_be_so() -> None:
     assert not size.records_are_readable and size.participation == 0
 
 
-def test_the_load_of_the_dht_grows_with_the_swarm_and_with_every_reading() -> None:
+def test_the_load_of_records_grows_with_the_swarm_and_with_every_tick() -> None:
     loads = [dht_load(RECORDS, peers, 1.0, 1.5, 1.0) for peers in (10, 100, 1000)]
-    assert loads[1].bytes_per_second > 8 * loads[0].bytes_per_second
-    assert loads[2].signatures_per_second == pytest.approx(10 * loads[1].signatures_per_second, rel=0.02)
-    assert dht_load(RECORDS, 100, 10.0, 1.5, 0.1).bytes_per_second < loads[1].bytes_per_second / 3
+    assert 3 * loads[0].bytes_per_second < loads[1].bytes_per_second < 10 * loads[0].bytes_per_second
+    assert loads[2].signatures_per_second > 4 * loads[1].signatures_per_second
+    assert dht_load(RECORDS, 100, 10.0, 1.5, 0.1).bytes_per_second < 0.6 * loads[1].bytes_per_second
     assert dht_load(RECORDS, 1, 1.0, 1.5, 1.0).bytes_per_second == 0
 
 
 def test_sizes_of_records_are_those_of_records_that_peers_make() -> None:
     measured = RecordSizes.measured(fragments=4, fragment_size=30_000)
     # A signature and a public key are 550 bytes of each.
-    assert 600 < measured.matchmaking < measured.state < measured.profile < 1200
+    assert 600 < measured.matchmaking < measured.state < measured.profile < measured.news < 1400
     assert measured.readable(1000) and not measured.readable(2000)
 
 
