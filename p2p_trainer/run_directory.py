@@ -7,6 +7,7 @@ import fcntl
 import os
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -41,6 +42,10 @@ class RunDirectory:
             raise _unusable(path, error) from error
         _take(self._lock, path)
         os.set_inheritable(self._lock.fileno(), False)
+        with suppress(OSError):  # a disk that is full; only ``status --local`` reads it
+            self._lock.truncate(0)
+            self._lock.write(f"{os.getpid()}\n")
+            self._lock.flush()
 
     def close(self) -> None:
         self._lock.close()
