@@ -208,6 +208,11 @@ class Session:
         self.organiser: OrganiserKey | None = None
         if target.manifest is not None and (self.role == "serving" or not addresses):
             self.organiser = directory.organiser_key()
+            if stored is None and (directory.path / SIGNED_MANIFEST_NAME).exists():
+                raise CheckpointError(
+                    f"{directory.path / SIGNED_MANIFEST_NAME} is damaged: it says which model the run began with.",
+                    f"Every peer of the run has it: put a copy there, or remove {directory.path} to start anew.",
+                )
         known_key = self.stored.organiser_public_key if self.stored is not None else None
         if target.invite is not None:
             known_key = target.invite.organiser_public_key

@@ -18,7 +18,8 @@ FULL = 0.9
 WINDOW_CYCLES = 4
 """Rates are over so many cycles: a round that ends a moment later is no dip."""
 LOSS_PARTS = 5
-LOSS_TOLERANCE = 1.1
+LOSS_TOLERANCE = 0.1
+"""Of what it fell to its lowest: it may rise again by so much."""
 RSS_TOLERANCE, RSS_TOLERANCE_BYTES = 0.05, 8 << 20
 DESCRIPTORS_TOLERANCE, THREADS_TOLERANCE = 8, 4
 SETTLED_SECONDS = 60.0
@@ -83,7 +84,7 @@ def broken_loss(losses: Sequence[tuple[float, float]]) -> list[str]:
     broken = []
     if parts[-1] >= parts[0]:
         broken.append(f"the loss did not fall: {parts[0]:.3f} at the start, {parts[-1]:.3f} at the end")
-    if parts[-1] > LOSS_TOLERANCE * min(parts):
+    if parts[-1] > min(parts) + LOSS_TOLERANCE * (parts[0] - min(parts)) and parts[-1] < parts[0]:
         broken.append(f"the loss rose again: {min(parts):.3f} at its lowest, {parts[-1]:.3f} at the end")
     return broken
 
