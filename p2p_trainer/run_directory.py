@@ -50,9 +50,8 @@ class RunDirectory:
         _take(self._lock, path)
         os.set_inheritable(self._lock.fileno(), False)
         with suppress(OSError):  # a disk that is full; only ``status --local`` reads it
-            self._lock.truncate(0)
-            self._lock.write(f"{os.getpid()}\n")
-            self._lock.flush()
+            os.ftruncate(self._lock.fileno(), 0)
+            os.write(self._lock.fileno(), f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
         self._lock.close()
