@@ -55,13 +55,14 @@ def look(directory: Path, now: float) -> LocalPeer:
     age = max(0.0, now - float(events[-1]["time"])) if events else None
     stale = "training_started" in kinds and age is not None and age > STALE_SECONDS
     ends = [event for event in events if event["event"] in ("leave", "fault")]
-    reason = str(ends[-1].get("reason", "")) if ends else ""
+    end, reason = (ends[-1]["event"], ends[-1].get("reason", "")) if ends else ("", "")
     if not running:
-        state = f"not running: left ({reason})" if ends else "not running"
+        words = {"leave": f"not running: left ({reason})", "fault": f"ended, and may come back in a moment: {reason}"}
+        state = words.get(end, "not running")
     elif stopped:
         state = "is stopped (SIGSTOP), and leaves the swarm after half a minute; kill -CONT continues it"
     elif ends:
-        state = f"is ending, or comes back in a moment: {reason}"
+        state = f"is ending: {reason}"
     elif stale:
         state = f"runs, but nothing was heard of it for {(age or 0.0) / 60:.0f} minutes"
     elif "training_started" in kinds:

@@ -28,6 +28,7 @@ import psutil
 import soak_figures as figures
 from harness import (
     LEAVE_SECONDS,
+    START_SECONDS,
     Peer,
     Swarm,
     accounts_of_the_bases,
@@ -43,6 +44,8 @@ PEERS_PER_TICK_SECOND = 4
 FRAGMENTS = 2
 SAMPLE_SECONDS = 5.0
 """Between two looks at what the processes hold."""
+PATIENCE_SECONDS = 120.0
+"""For peers that are not back at the end: on a busy machine a start takes a minute."""
 POLL_SECONDS = 0.1
 SLOW_LINE = LinkSpec.parse("1M/100ms")
 AWAY_KINDS: frozenset[Kind] = frozenset(
@@ -97,19 +100,14 @@ class Soak:
         for name in self.schedule.first:
             self.start(name)
         first = [self.lives[name][-1] for name in self.schedule.first]
-        self.swarm.wait_joined(*first)
-        self.swarm.wait_averaged(*first, group=len(first))
+        self.swarm.wait_until(
+            lambda: all(peer.rounds(group=2) for peer in first), "the first peers average", 3 * START_SECONDS
+        )
         self.began = time.time()
         zero = time.monotonic()
-        todo = sorted(
-            [
-                *((fault.at, 0, fault) for fault in self.schedule.faults),
-                *((fault.until, 1, fault) for fault in self.schedule.faults if fault.until > fault.at),
-            ],
-            key=lambda one: one[:2],
-        )
-        look_at = 0.0
-        while (now := time.monotonic() - zero) < self.schedule.seconds:
+        todo = self.schedule.actions()
+        look_at, over_at = 0.0, self.schedule.seconds
+        while (now := time.monotonic() - zero) < over_at:
             while todo and todo[0][0] <= now:
                 _, undo, fault = todo.pop(0)
                 if undo:
@@ -119,6 +117,8 @@ class Soak:
             if now >= look_at:
                 look_at = now + SAMPLE_SECONDS
                 self.look()
+                if now + SAMPLE_SECONDS > self.schedule.seconds and not self.all_are_back():
+                    over_at = min(look_at + SAMPLE_SECONDS, self.schedule.seconds + PATIENCE_SECONDS)
             self.revive()
             time.sleep(POLL_SECONDS)
         self.ended = time.time()
@@ -150,8 +150,8 @@ class Soak:
             self.swarm.network.set_link(fault.peer, SLOW_LINE)
         elif fault.kind == "line_down":
             self.swarm.network.down(fault.peer)
-        elif not peer.events("training_started"):
-            played.note = "it did not train yet"
+        elif len(peer.events("training_started")) < len(peer.events("start")) or peer.process.poll() is not None:
+            played.note = "it did not train at that moment"
         elif part and part not in parts:
             played.note = f"it had no {part} process at that moment"
         elif fault.kind == "leave":
@@ -198,6 +198,15 @@ class Soak:
                 lives[-1].expected_to_live = False
                 self.broken.append(f"{lives[-1].name} ended by itself with exit code {code}")
                 self.start(name)
+
+    def all_are_back(self) -> bool:
+        """Whether every peer was credited with something after the last thing that was done to it."""
+        credited = {
+            name: lives[-1].rounds(after=max((one.until for one in self.played if one.fault.peer == name), default=0.0))
+            for name, lives in self.lives.items()
+            if lives
+        }
+        return all(credited.values())
 
     def look(self) -> None:
         """Note what every process holds now."""
@@ -261,6 +270,7 @@ class Soak:
             "leftover_processes": len(left),
             "calm_credited_share": round(usual, 3),
             "recoveries": recoveries,
+            "recoveries_by_kind": figures.by_kind(recoveries),
             "processes": grown,
             "level": not any(one["grown"] for one in grown.values()),
             "broken": broken,
@@ -340,6 +350,11 @@ def summary(report: Mapping[str, Any]) -> list[str]:
             "after its return"
         )
         lines.append(f"{one['at']:7.1f} s {one['kind']:16} {one['peer']}: {told}")
+    lines += [
+        f"{kind:16} {row['times']:3} times; medians: full rate after {row['seconds_to_full_rate']} s, own first credit "
+        f"{row['seconds_to_first_credit']} s after the return"
+        for kind, row in figures.by_kind(report["recoveries"]).items()
+    ]
     judged = [one for one in report["processes"].values() if one["level"] is not None]
     lines.append(
         f"{len(judged)} processes lived long enough to be judged, {sum(one['level'] for one in judged)} level."

@@ -204,6 +204,24 @@ def broken_recoveries(recoveries: Iterable[Mapping[str, Any]]) -> list[str]:
     return broken
 
 
+def by_kind(recoveries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How often each kind of fault came about, and the medians of what it took; None where it never was over."""
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for one in recoveries:
+        if not one["note"]:
+            rows.setdefault(one["kind"], []).append(one)
+
+    def median(kind: str, what: str) -> float | None:
+        values = [one[what] for one in rows[kind] if one[what] is not None]
+        return round(statistics.median(values), 1) if values else None
+
+    return {
+        kind: {"times": len(rows[kind])}
+        | {what: median(kind, what) for what in ("seconds_to_full_rate", "seconds_to_first_credit")}
+        for kind in sorted(rows)
+    }
+
+
 # --------------------------------------------------------------------------- what processes hold
 
 

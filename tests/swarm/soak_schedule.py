@@ -86,6 +86,11 @@ class Schedule:
     def seconds(self) -> float:
         return 60 * self.minutes
 
+    def actions(self) -> list[tuple[float, bool, Fault]]:
+        """What is to be done, in order: when, whether it undoes a fault, and which."""
+        undone = [(fault.until, True, fault) for fault in self.faults if fault.until > fault.at]
+        return sorted([*((fault.at, False, fault) for fault in self.faults), *undone], key=lambda one: one[:2])
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -18,7 +18,7 @@ from harness import (
     assert_samples_add_up,
 )
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
 
 OFTEN = ("--checkpoint-seconds", "2")
 

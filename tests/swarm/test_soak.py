@@ -185,6 +185,22 @@ def test_a_swarm_that_stays_slow_and_a_peer_that_stays_away_are_broken_promises(
     assert figures.broken_recoveries([nothing]) == []
 
 
+def test_medians_are_of_what_came_about() -> None:
+    def row(kind: str, full: float | None, own: float | None, note: str = "") -> dict[str, Any]:
+        return {"kind": kind, "seconds_to_full_rate": full, "seconds_to_first_credit": own, "note": note}
+
+    rows = [
+        row("kill", 1.0, 10.0),
+        row("kill", 3.0, None),
+        row("kill", None, None, "not there"),
+        row("join", None, None),
+    ]
+    assert figures.by_kind(rows) == {
+        "join": {"times": 1, "seconds_to_full_rate": None, "seconds_to_first_credit": None},
+        "kill": {"times": 2, "seconds_to_full_rate": 2.0, "seconds_to_first_credit": 10.0},
+    }
+
+
 # --------------------------------------------------------------------------- what processes hold
 
 
@@ -223,6 +239,7 @@ def test_a_short_life_is_not_judged_and_memory_only_in_a_longer_one() -> None:
 
 
 @pytest.mark.swarm
+@pytest.mark.timeout(900)
 def test_a_short_soak_is_well(tmp_path: Path) -> None:
     report = soak.soak(make_schedule(seed=1, minutes=1.5, peers=4), tmp_path)
     assert not report["broken"]

@@ -128,7 +128,11 @@ def test_a_peer_of_which_a_part_has_failed_is_not_healthy_until_it_is_back(tmp_p
     assert look(directory.path, 1001.0).healthy
     write(directory.path, "fault", reason="The p2p daemon ended unexpectedly (exit code -9).", exit_code=22)
     ending = look(directory.path, 1002.0)
-    assert not ending.healthy and "The p2p daemon ended" in ending.state
+    assert not ending.healthy and ending.state == "is ending: The p2p daemon ended unexpectedly (exit code -9)."
+    directory.close()
+    between = look(directory.path, 1002.5)
+    assert not between.running and "may come back" in between.state
+    directory = RunDirectory(tmp_path / "peer")
     write(directory.path, "start")
     assert (look(directory.path, 1003.0).state, look(directory.path, 1003.0).healthy) == ("starts", False)
     write(directory.path, *TRAINING)
