@@ -228,7 +228,8 @@ class Soak:
     def report(self, left: Sequence[str]) -> dict[str, Any]:
         """What it came to; ``broken`` has a line for every claim that does not hold."""
         events = {name: lives[-1].all_events() for name, lives in self.lives.items() if lives}
-        compared, conflicts = figures.digest_conflicts({**events, "bootstrap": self.bootstrap.all_events()})
+        everybody = {**events, "bootstrap": self.bootstrap.all_events()}
+        compared, conflicts = figures.digest_conflicts(everybody)
         leaves = {name: next(iter(lives[-1].events("leave")), None) for name, lives in self.lives.items() if lives}
         accounts = figures.broken_accounts(leaves)
         with suppress(OSError, KeyError):  # a checkpoint that is not there: its peer did not leave, as is said already
@@ -253,6 +254,14 @@ class Soak:
             *figures.broken_loss(losses),
             *figures.broken_recoveries(recoveries),
             *(f"{name}: {what}" for name, one in grown.items() for what in one["grown"]),
+            *figures.unasked_faults(
+                everybody,
+                [
+                    (one.fault.peer, one.at)
+                    for one in self.played
+                    if not one.note and one.fault.kind.partition("_")[2] in ("daemon", "averaging")
+                ],
+            ),
             *tracebacks,
             *(f"left behind: {what}" for what in left),
         ]

@@ -204,6 +204,27 @@ def broken_recoveries(recoveries: Iterable[Mapping[str, Any]]) -> list[str]:
     return broken
 
 
+def unasked_faults(events: Mapping[str, Sequence[Event]], struck: Iterable[tuple[str, float]]) -> list[str]:
+    """Parts that a peer says have died or frozen, although nobody did anything to them.
+
+    :param struck: peers, and when one of their parts was killed or frozen
+    """
+    left: dict[str, list[float]] = {}
+    for peer, at in struck:
+        left.setdefault(peer, []).append(at)
+    broken = []
+    for peer, own in events.items():
+        for event in own:
+            if event["event"] != "fault":
+                continue
+            cause = next((at for at in left.get(peer, []) if at < event["time"]), None)
+            if cause is None:
+                broken.append(f"{peer} failed by itself: {event['reason']}")
+            else:
+                left[peer].remove(cause)
+    return broken
+
+
 def by_kind(recoveries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """How often each kind of fault came about, and the medians of what it took; None where it never was over."""
     rows: dict[str, list[Mapping[str, Any]]] = {}

@@ -185,6 +185,18 @@ def test_a_swarm_that_stays_slow_and_a_peer_that_stays_away_are_broken_promises(
     assert figures.broken_recoveries([nothing]) == []
 
 
+def test_a_part_that_fails_although_nobody_did_anything_to_it_is_found() -> None:
+    def fault(at: float) -> dict[str, Any]:
+        return {"event": "fault", "time": at, "reason": "frozen"}
+
+    events = {"a": [{"event": "start", "time": 1.0}, fault(30.0)], "b": []}
+    assert figures.unasked_faults(events, [("a", 10.0)]) == []
+    assert figures.unasked_faults(events, [("a", 10.0), ("b", 10.0)]) == [], "thawed before anybody noticed"
+    for struck in ([], [("b", 10.0)], [("a", 31.0)]):
+        assert figures.unasked_faults(events, struck) == ["a failed by itself: frozen"]
+    assert len(figures.unasked_faults({"a": [fault(30.0), fault(60.0)]}, [("a", 10.0)])) == 1
+
+
 def test_medians_are_of_what_came_about() -> None:
     def row(kind: str, full: float | None, own: float | None, note: str = "") -> dict[str, Any]:
         return {"kind": kind, "seconds_to_full_rate": full, "seconds_to_first_credit": own, "note": note}
