@@ -147,9 +147,13 @@ class PlanError(P2PTrainerError):
 
 
 class SwarmProcessDied(P2PTrainerError):
-    """The averaging process ended although nobody asked it to."""
+    """The averaging process or its daemon ended although nobody asked it to, or was frozen and therefore ended."""
 
     exit_code = ExitCode.SWARM_PROCESS_DIED
+
+
+START_AGAIN = "Start the same command again: it continues from the last checkpoint."
+"""The remedy against that."""
 
 
 class RehearsalError(P2PTrainerError):

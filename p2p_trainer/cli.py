@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +16,7 @@ from dht_config.address import parse_addresses
 from dht_config.errors import DirectoryError, ExitCode, P2PTrainerError, RehearsalError, UsageError
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest
-from p2p_trainer import organiser_commands, plan_command
+from p2p_trainer import comeback, organiser_commands, plan_command
 from p2p_trainer.json_lines import JsonLines
 from p2p_trainer.reporting import Reporting, log_to_stderr
 from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addresses
@@ -480,10 +482,13 @@ def _live(
         from p2p_trainer.logs import quiet_libraries
         from p2p_trainer.session import Listener, Session, leave_on_signal
         from p2p_trainer.target import read_target
+        from p2p_trainer.training import LeaveRequested
         from p2p_trainer.view import LiveView
 
         quiet_libraries(verbose=verbose)
         lines = JsonLines()
+        began = time.monotonic()
+        again: comeback.Comeback | None = None
 
         def announce(invite: Invite) -> None:
             code = invite.encode()
@@ -513,8 +518,16 @@ def _live(
                 try:
                     session.run()
                 except P2PTrainerError as error:
-                    reporting.look_into = partial(_machines_part, error, settings, target)
-                    raise
+                    again = comeback.next_comeback(error, time.monotonic() - began)
+                    if again is None or leave.is_set:
+                        reporting.look_into = partial(_machines_part, error, settings, target)
+                        raise
+                    view.close()  # its line tells of the life that has ended
+                    view.status(f"{error.problem} Coming back from the last checkpoint in {again.wait_seconds:g} s ...")
+                    with suppress(LeaveRequested):
+                        comeback.wait(again, leave.check)
+            if again is not None and not leave.is_set:
+                comeback.start_again(again)
             print(session.farewell, file=sys.stderr if as_json else sys.stdout, flush=True)
         if leave.requests > 1:
             raise typer.Exit(ExitCode.INTERRUPTED)

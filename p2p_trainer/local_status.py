@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from p2p_trainer.run_directory import LOCK_NAME, METRICS_NAME
+from peers.silence import is_stopped
 
 STALE_SECONDS = 900.0
 """A peer that trains writes an event every ten seconds; a step of a slow machine, or a fetch, may take minutes."""
@@ -47,14 +48,21 @@ def peers_below(data_directory: Path) -> list[Path]:
 def look(directory: Path, now: float) -> LocalPeer:
     """Read one peer's directory. :param now: unix seconds"""
     running = is_locked(directory / LOCK_NAME)
+    stopped = running and is_stopped(_holder(directory / LOCK_NAME))
     events = _last_start(_tail(directory / METRICS_NAME))
     role = "serving" if (directory / "organiser.key").exists() or directory.name == "bootstrap" else "training"
     kinds = {str(event["event"]) for event in events}
     age = max(0.0, now - float(events[-1]["time"])) if events else None
     stale = "training_started" in kinds and age is not None and age > STALE_SECONDS
+    ends = [event for event in events if event["event"] in ("leave", "fault")]
+    end, reason = (ends[-1]["event"], ends[-1].get("reason", "")) if ends else ("", "")
     if not running:
-        left = [event for event in events if event["event"] == "leave"]
-        state = f"not running: left ({left[-1].get('reason', '')})" if left else "not running"
+        words = {"leave": f"not running: left ({reason})", "fault": f"ended, and may come back in a moment: {reason}"}
+        state = words.get(end, "not running")
+    elif stopped:
+        state = "is stopped (SIGSTOP), and leaves the swarm after half a minute; kill -CONT continues it"
+    elif ends:
+        state = f"is ending: {reason}"
     elif stale:
         state = f"runs, but nothing was heard of it for {(age or 0.0) / 60:.0f} minutes"
     elif "training_started" in kinds:
@@ -69,7 +77,7 @@ def look(directory: Path, now: float) -> LocalPeer:
         role=role,
         running=running,
         state=state,
-        healthy=running and "join" in kinds and not stale,
+        healthy=running and "join" in kinds and not (stale or stopped or ends),
         samples=int(samples[-1]) if samples else None,
         seconds_since_event=age,
     )
@@ -122,7 +130,18 @@ def _tail(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+def _holder(lock: Path) -> int:
+    """The process that holds a lock, as it wrote down; 0 if it did not."""
+    try:
+        return int(lock.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
 def _last_start(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events since the goodbye before the last one: a start's own, or the last start's if nobody runs."""
+    """A start's own events, or the last start's if nobody runs; without a start among them, since a goodbye before."""
+    starts = [index for index, event in enumerate(events) if event["event"] == "start"]
+    if starts:
+        return events[starts[-1] :]
     goodbyes = [index for index, event in enumerate(events[:-1]) if event["event"] == "leave"]
     return events[goodbyes[-1] + 1 :] if goodbyes else events

@@ -7,6 +7,7 @@ import fcntl
 import os
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -36,11 +37,21 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
-            self._lock = (path / LOCK_NAME).open("a+")
         except OSError as error:
             raise _unusable(path, error) from error
+        try:
+            self._lock = (path / LOCK_NAME).open("a+")
+        except OSError as error:
+            raise DirectoryError(
+                f"{path / LOCK_NAME} cannot be written: {error.strerror or error}.",
+                f"If another user started a peer in {path}: chown -R {os.getuid()} {path}, or choose another directory "
+                "with --dir.",
+            ) from error
         _take(self._lock, path)
         os.set_inheritable(self._lock.fileno(), False)
+        with suppress(OSError):  # a disk that is full; only ``status --local`` reads it
+            os.ftruncate(self._lock.fileno(), 0)
+            os.write(self._lock.fileno(), f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
         self._lock.close()
@@ -60,8 +71,18 @@ class RunDirectory:
         return load_or_create_organiser_key(self.path / "organiser.key")
 
     def socket_directory(self) -> Path:
-        """A fresh directory for Unix sockets; what a killed predecessor left is removed."""
-        return make_socket_directory(self.socket_note_path)
+        """A fresh directory for Unix sockets; what a killed predecessor left is removed.
+
+        :raises DirectoryError:
+        """
+        try:
+            return make_socket_directory(self.socket_note_path)
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise DirectoryError(
+                f"There is no place for this peer's sockets: {error.strerror or error}{where}.",
+                "Free some space there and make it writable; TMPDIR chooses another temporary directory.",
+            ) from error
 
     def count_start(self) -> int:
         """How often a peer was started in this directory before."""
@@ -81,12 +102,21 @@ class RunDirectory:
         self.write_atomically("port", str(port).encode())
 
     def signed_manifest(self) -> SignedManifest | None:
-        """The manifest of the last start, if it is there and intact."""
+        """The manifest of the last start; None if there was none or it is damaged.
+
+        :raises DirectoryError: it is there and may not be read
+        """
+        path = self.path / SIGNED_MANIFEST_NAME
         try:
-            signed = SignedManifest.from_payload((self.path / SIGNED_MANIFEST_NAME).read_bytes())
+            signed = SignedManifest.from_payload(path.read_bytes())
             signed.verify()
-        except (OSError, RecordError):
+        except (FileNotFoundError, RecordError):
             return None
+        except OSError as error:
+            raise DirectoryError(
+                f"{path} cannot be read: {error.strerror or error}.",
+                f"Make it this user's (chown {os.getuid()} {path}).",
+            ) from error
         return signed
 
     def keep_signed_manifest(self, signed: SignedManifest) -> None:

@@ -26,6 +26,7 @@ from dht_config.errors import (
     ManifestError,
     P2PTrainerError,
     PortInUseError,
+    SwarmProcessDied,
 )
 from dht_config.identity import OrganiserKey
 from dht_config.invite import MAX_ADDRESSES, Invite
@@ -165,6 +166,10 @@ class Session:
                     self._stop()
                     self.metrics.write("leave", reason=str(request))
                     return str(request)
+                except SwarmProcessDied as error:
+                    self.farewell = f"Left: the last checkpoint is in {path}. The same command continues."
+                    self.metrics.write("fault", reason=error.problem, exit_code=int(error.exit_code))
+                    raise
                 except (DeviceError, DeviceLostError) as error:
                     # The averaging process is well, and the others should not have to find out that we are gone.
                     self._say_goodbye(error)
@@ -197,11 +202,17 @@ class Session:
             self.view.status(f"Ignored: {problem}")
         identity = directory.identity()
         self.restart = directory.count_start()
+        self.metrics.write("start", restart=self.restart)
         stored = directory.signed_manifest()
         self.stored = stored if stored is not None and stored.run_id() == target.run_id else None
         self.organiser: OrganiserKey | None = None
         if target.manifest is not None and (self.role == "serving" or not addresses):
             self.organiser = directory.organiser_key()
+            if stored is None and (directory.path / SIGNED_MANIFEST_NAME).exists():
+                raise CheckpointError(
+                    f"{directory.path / SIGNED_MANIFEST_NAME} is damaged: it says which model the run began with.",
+                    f"Every peer of the run has it: put a copy there, or remove {directory.path} to start anew.",
+                )
         known_key = self.stored.organiser_public_key if self.stored is not None else None
         if target.invite is not None:
             known_key = target.invite.organiser_public_key
@@ -376,7 +387,12 @@ class Session:
             view=self.view,
             leave=self.leave,
         )
-        door.serve(synced.fragments)
+        try:
+            door.serve(synced.fragments)
+        except SwarmProcessDied:
+            if (left := self._last_word()) is not None:
+                door.save(door.tensors(), left.fragments)
+            raise
         stopped = self._stop()
         problem = door.save(door.tensors(), stopped.fragments) if stopped is not None else NOT_STOPPED
         self.farewell = farewell_of_a_door(self.directory.path, problem)
@@ -481,7 +497,14 @@ class Session:
             watch=own_plan.watch(plan, mode),
             steps_while_saving=plan.steps_while_saving,
         )
-        reason = trainer.train()
+        try:
+            reason = trainer.train()
+        except SwarmProcessDied:
+            # Nothing is lost if the averaging process could still say where the bases stand.
+            if (left := self._last_word(trainer)) is not None:
+                self._save_last(trainer, left)
+            self.metrics.write("account", **accounts.fields())
+            raise
         ended = time.time()
         self.view.status("Leaving: finishing rounds that are under way ...")
         stopped = self._stop(trainer)
@@ -610,6 +633,13 @@ class Session:
                 if trainer is not None:
                     trainer.handle(message)
         return None
+
+    def _last_word(self, trainer: Trainer | None = None) -> Stopped | None:
+        """What a failing averaging process says of the bases; None if it could not say it."""
+        if self.swarm.stopped is None:
+            with suppress(P2PTrainerError):  # what stopped training is what a person should hear of
+                return self._stop(trainer)
+        return self.swarm.stopped
 
     def _say_goodbye(self, error: P2PTrainerError) -> None:
         """Leave without the parameters, which are out of reach; the last checkpoint stays."""

@@ -58,7 +58,14 @@ def make_socket_directory(remembered_in: Path) -> Path:
     """
     reap_socket_directory(remembered_in)
     directory = Path(tempfile.mkdtemp(prefix=_socket_directory_prefix(remembered_in)))
-    remembered_in.write_text(str(directory))
+    try:
+        # Replaced, not written to: a note that another user left may not be.
+        partial = remembered_in.with_name(f".{remembered_in.name}.partial")
+        partial.write_text(str(directory))
+        os.replace(partial, remembered_in)
+    except OSError:
+        directory.rmdir()
+        raise
     return directory
 
 

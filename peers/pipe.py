@@ -149,6 +149,11 @@ class Waiting:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Sent all the time, so that a frozen averaging process is noticed. ``SwarmHandle`` keeps it to itself."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connected:
     """This peer is in the DHT. ``signed_manifest`` is None only for a peer that starts the run."""

@@ -2,6 +2,11 @@
 
 The process is forked before the training process touches CUDA or starts a thread; hivemind's pieces do not survive
 spawn. It dies with its parent, also when that is killed: the kernel sends it TERM, it says goodbye and cleans up.
+
+Either notices when the other one is frozen. The averaging process says all the time that it is alive; one that does
+not is killed, and its daemon with it. A training process that was stopped (SIGSTOP: somebody wants the machine for a
+while) is left alone: the averaging process says goodbye in its place and ends, and training, continued, finds that out.
+What is not noticed here is a training loop that hangs while its process runs: it looks like a long step.
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ import select
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -25,11 +31,12 @@ from typing import Any
 import torch
 import uvloop
 
-from dht_config.errors import P2PTrainerError, SwarmProcessDied
+from dht_config.errors import START_AGAIN, P2PTrainerError, SwarmProcessDied
 from peers.arena import SharedArena
 from peers.daemon import die_with_parent
-from peers.pipe import Configure, Event, Failed, Stop, Stopped
+from peers.pipe import Alive, Configure, Event, Failed, Stop, Stopped
 from peers.settings import SwarmSettings
+from peers.silence import LOOK_SECONDS, Silence, is_stopped
 from peers.swarm import Swarm
 
 logger = logging.getLogger(__name__)
@@ -38,7 +45,9 @@ SWARM_THREADS = 1
 """Tensor arithmetic of the averaging process: bound by memory, not by cores, and training needs those."""
 END_SECONDS = 0.5
 UNSENT_EVENTS = 1000
-"""Metrics are dropped beyond this; nothing else is."""
+"""Metrics and signs of life are dropped beyond this; nothing else is."""
+FROZEN_LOOKS = 30
+"""About so many seconds of silence are borne: on a machine that swaps, a process that is well may take some."""
 WRITE_OUT_SECONDS = 1.0
 KEPT_FREE_BYTES = 32 * 1024 * 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -54,6 +63,9 @@ class SwarmHandle:
         # Asked after every inner step: 4 microseconds, where Connection.poll takes 25.
         self._poller = select.poll()
         self._poller.register(pipe.fileno(), select.POLLIN)
+        self._silence = Silence(FROZEN_LOOKS)
+        self.stopped: Stopped | None = None
+        """Its last word, once it has been read."""
 
     @property
     def pid(self) -> int:
@@ -75,16 +87,25 @@ class SwarmHandle:
         """Every message that is there, waiting for the first one at most ``wait_seconds``.
 
         :raises P2PTrainerError: what the averaging process failed with
-        :raises SwarmProcessDied: if it ended without a word
+        :raises SwarmProcessDied: if it ended without a word, or was frozen and is killed therefore
         """
-        while self._poller.poll(1000 * wait_seconds):
-            wait_seconds = 0.0
+        if not self._poller.poll(1000 * wait_seconds) and self._silence.look(time.monotonic()):
+            self._process.kill()
+            raise SwarmProcessDied(
+                "The averaging process was frozen: nothing was heard of it for half a minute.", START_AGAIN
+            )
+        while self._poller.poll(0):
+            self._silence.heard()
             try:
                 message = self._pipe.recv()
             except (EOFError, OSError) as error:
                 raise self._died() from error
+            if isinstance(message, Alive):
+                continue
             if isinstance(message, Failed):
                 raise message.error
+            if isinstance(message, Stopped):
+                self.stopped = message
             yield message
             if isinstance(message, Stopped):
                 return
@@ -105,8 +126,7 @@ class SwarmHandle:
     def _died(self) -> P2PTrainerError:
         self._process.join(1.0)
         return SwarmProcessDied(
-            f"The averaging process ended unexpectedly (exit code {self._process.exitcode}).",
-            "Start the same command again: it continues from the last checkpoint.",
+            f"The averaging process ended unexpectedly (exit code {self._process.exitcode}).", START_AGAIN
         )
 
 
@@ -152,7 +172,7 @@ async def _serve(settings: SwarmSettings, pipe: Connection) -> None:
 
     def send(message: Any) -> None:
         # Never blocks the loop: a training process that is busy for minutes must not stop the DHT and the rounds.
-        if outgoing.qsize() < UNSENT_EVENTS or not isinstance(message, Event):
+        if outgoing.qsize() < UNSENT_EVENTS or not isinstance(message, Event | Alive):
             outgoing.put(message)
 
     def write() -> None:
@@ -185,16 +205,30 @@ async def _serve(settings: SwarmSettings, pipe: Connection) -> None:
         signal.SIGTERM,
         lambda: swarm.receive(Stop("the training process is gone")) if os.getppid() != parent_pid else None,
     )
+    watching = asyncio.create_task(_watch_training(swarm, send))
     try:
         await swarm.run()
     except Exception as error:
         logger.exception("The averaging process failed")
         send(Failed(SwarmProcessDied(f"The averaging process failed: {error!r}.", "Please report this.")))
     finally:
+        watching.cancel()
         outgoing.put(None)
         writer.join(WRITE_OUT_SECONDS)
         if os.getppid() != parent_pid:
             shutil.rmtree(settings.socket_directory, ignore_errors=True)
+
+
+async def _watch_training(swarm: Swarm, send: Callable[[Any], None]) -> None:
+    """Say that we live, and leave the swarm if the training process has been stopped for long."""
+    loop, silence = asyncio.get_running_loop(), Silence(FROZEN_LOOKS)
+    while True:
+        send(Alive())
+        if not is_stopped(os.getppid()):
+            silence.heard()
+        elif silence.look(loop.time()):
+            swarm.receive(Stop("the training process was stopped"))
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 def _note_stray_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

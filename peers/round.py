@@ -45,6 +45,7 @@ from peers.transport import TRANSPORT_ERRORS
 CallReducer = Callable[[PeerID, AsyncIterator[Part]], Awaitable[AsyncIterator[Average]]]
 TakeAverage = Callable[[int, "bytes | memoryview", torch.Tensor, "set[int]"], Awaitable[None]]
 """Is given a part's number, its average's bytes, what they decode to, and who is in it."""
+OVER = "it was over before this peer was done: it slept, or was very slow"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +158,7 @@ class Round:
         reasons: list[BaseException] = []
         for task in exchanges:
             if task.cancelled():
-                reasons.append(RoundVoid("it was over before this peer was done: it slept, or was very slow"))
+                reasons.append(RoundVoid(OVER))
             elif task.done() and (error := task.exception()) is not None:
                 reasons.append(error)
         for error in sorted(reasons, key=lambda error: isinstance(error, RoundVoid)):  # an unexpected one first
@@ -280,6 +281,8 @@ class Round:
             return
 
         async def take(number: int, payload: memoryview | bytes, values: torch.Tensor, included: set[int]) -> None:
+            if self.over.done():
+                raise RoundVoid(OVER)  # a peer wakes: the end of its round and an answer to it are there at once
             start, stop = share.parts[number]
             self._average[start:stop] = values
             self._included[start, stop] = sorted(included)

@@ -18,7 +18,7 @@ from typing import Any
 from hivemind.p2p import P2P, PeerID
 
 from dht_config.address import parse_address
-from dht_config.errors import P2PTrainerError, SwarmProcessDied
+from dht_config.errors import START_AGAIN, P2PTrainerError, SwarmProcessDied
 from dht_config.hardening import bound_found_expirations, harden_msgpack
 from dht_config.keys import rpc_namespace
 from dht_config.manifest import RunManifest
@@ -64,6 +64,7 @@ from peers.presence import Presence
 from peers.rounds import RoundKeeper
 from peers.servicer import SwarmServicer
 from peers.settings import SwarmSettings
+from peers.silence import Silence
 from peers.tasks import Tasks
 from peers.training_link import TrainingLink
 from peers.transport import TRANSPORT_ERRORS, DaemonTransport, Transport
@@ -72,6 +73,10 @@ logger = logging.getLogger(__name__)
 
 WRITE_SECONDS = 60.0
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_BODY_BYTES + 64
+DAEMON_PAUSE_SECONDS, DAEMON_ANSWER_SECONDS = 3.0, 4.0
+DAEMON_PATIENCE_LOOKS = 2
+"""It is asked for its own addresses, which takes milliseconds. Three questions without an answer are 21 s at most: less
+than the RECORD_SECONDS after which a peer that hears nothing takes itself for alone and goes on by itself."""
 LEAVE_SECONDS = 6.0
 """For everything up to the goodbye and the handing over; its parts:"""
 LEAVE_ROUND_SECONDS = 3.0
@@ -131,7 +136,7 @@ class Swarm:
     async def _live_until_stopped(self, p2p: P2P) -> None:
         """:raises SwarmProcessDied: the daemon ended by itself"""
         life = asyncio.create_task(self._live(p2p))
-        daemon_end = asyncio.create_task(p2p._child.wait())
+        daemon_end = asyncio.create_task(self._daemon_end(p2p))
         watched: set[asyncio.Future[Any]] = {life, daemon_end, self._stop}
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         if life.done():
@@ -140,11 +145,25 @@ class Swarm:
         with suppress(asyncio.CancelledError):
             await life
         if daemon_end.done():
-            raise SwarmProcessDied(
-                f"The p2p daemon ended unexpectedly (exit code {daemon_end.result()}).",
-                "Start the same command again: it continues from the last checkpoint.",
-            )
+            raise SwarmProcessDied(daemon_end.result(), START_AGAIN)
         daemon_end.cancel()
+
+    async def _daemon_end(self, p2p: P2P) -> str:
+        """When the daemon has ended, why. It is asked something small now and then, and killed if it is frozen."""
+        ended = asyncio.create_task(p2p._child.wait())
+        silence = Silence(DAEMON_PATIENCE_LOOKS)
+        try:
+            while not (await asyncio.wait({ended}, timeout=DAEMON_PAUSE_SECONDS))[0]:
+                try:
+                    await asyncio.wait_for(p2p._client.identify(), DAEMON_ANSWER_SECONDS)
+                    silence.heard()
+                except TRANSPORT_ERRORS:
+                    if silence.look(asyncio.get_running_loop().time()):
+                        p2p._child.kill()
+                        return "The p2p daemon was frozen: it did not answer three times."
+            return f"The p2p daemon ended unexpectedly (exit code {ended.result()})."
+        finally:
+            ended.cancel()
 
     async def _live(self, p2p: P2P) -> None:
         run, heard, configure = await self._enter(p2p)

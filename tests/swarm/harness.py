@@ -87,7 +87,7 @@ class Peer:
         self.log = swarm.path / f"{name}.log"
         self.invite_file = swarm.path / f"{directory.name}.invite"
         self.expected_to_live = True
-        self.events_before = len(self._all_events())
+        self.events_before = len(self.all_events())
         command = [sys.executable, *program, *self.arguments]
         if directory.name in swarm.network:
             command = swarm.network.command(directory.name, command)
@@ -105,9 +105,9 @@ class Peer:
 
     def events(self, kind: str) -> list[Event]:
         """Its events of one kind since this start, oldest first."""
-        return [event for event in self._all_events()[self.events_before :] if event["event"] == kind]
+        return [event for event in self.all_events()[self.events_before :] if event["event"] == kind]
 
-    def _all_events(self) -> list[Event]:
+    def all_events(self) -> list[Event]:
         """Of earlier starts in this directory as well; none if there is no such directory."""
         with suppress(NotADirectoryError):
             return read_metrics(self.directory / "metrics.jsonl")
@@ -459,14 +459,16 @@ def assert_samples_add_up(peer: Peer) -> Event:
     return leave
 
 
-def assert_bases_hold_every_credit_once(peers: Iterable[Peer]) -> None:
+def accounts_of_the_bases(peers: Iterable[Peer]) -> list[str]:
     """Invariant 2 for the swarm: what the peers' ledgers call credited is what the newest bases hold, in integers.
 
     A peer that left before it had the newest base learns from the receipts what of its work is in it.
 
     :param peers: every peer that ever trained, each as it was when it left with a checkpoint
+    :returns: a line for every fragment in which that is not so
     """
     metas = {PeerID.from_base58(peer.peer_id).to_bytes(): peer.checkpoint_meta() for peer in peers}
+    broken = []
     for fragment in range(len(next(iter(metas.values()))["fragments"])):
         rows = {peer_id: meta["fragments"][fragment] for peer_id, meta in metas.items()}
         newest = max(rows.values(), key=lambda row: row["version"])
@@ -479,7 +481,18 @@ def assert_bases_hold_every_credit_once(peers: Iterable[Peer]) -> None:
                 if entry is not None and receipt.version > row["version"]:
                     ledger = ledger.credit(held, entry.samples, entry.steps)
             credited += ledger.credited_element_samples()
-        assert credited == newest["total_element_samples"], (fragment, [row["version"] for row in rows.values()])
+        if credited != newest["total_element_samples"]:
+            versions = [row["version"] for row in rows.values()]
+            broken.append(
+                f"fragment {fragment} (versions {versions}): peers are credited with {credited} element samples, its "
+                f"base holds {newest['total_element_samples']}"
+            )
+    return broken
+
+
+def assert_bases_hold_every_credit_once(peers: Iterable[Peer]) -> None:
+    """See ``accounts_of_the_bases``."""
+    assert not accounts_of_the_bases(peers)
 
 
 def assert_no_traceback(*peers: Peer) -> None:

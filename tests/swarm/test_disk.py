@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 from harness import Peer, Swarm, assert_digests_agree, assert_no_traceback
 
+from dht_config.errors import ExitCode
+from dht_config.identity import load_or_create_identity
+from dht_config.invite import Invite
 from p2p_trainer.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.swarm
 
+ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"
 COMPLAINT = "Training goes on, but the checkpoint could not be saved: "
 
 
@@ -103,6 +107,35 @@ def test_peers_whose_disks_fill_up_or_turn_read_only_train_on(
     assert fixed.checkpoint.read_bytes() == kept[fixed]
     assert full.checkpoint_meta()["samples"] == full.events("leave")[0]["processed_samples"]
     assert_digests_agree(healthy, full, fixed)
+    assert_no_traceback(*swarm.peers)
+
+
+def test_a_directory_that_cannot_be_used_is_named_before_anybody_is_asked(
+    tiny_disk: Path, unmounted_later: list[Path], swarm: Swarm
+) -> None:
+    """The invite leads nowhere: whoever dialled would wait for minutes, and end with another code."""
+    nobody = Invite(run_id="tiny-0123456789abcdef", organiser_public_key=bytes(32), addresses=(ADDRESS,)).encode()
+    fixed, foreign = swarm.path / "fixed", swarm.path / "foreign"
+    for directory in (fixed, foreign):
+        directory.mkdir()
+    assert mount("--bind", fixed, fixed) is None
+    unmounted_later.append(fixed)
+    assert mount("-o", "remount,bind,ro", fixed) is None
+    load_or_create_identity(foreign / "identity.key")
+    os.chown(foreign / "identity.key", os.geteuid() + 1, -1)
+    (tiny_disk / "full").mkdir()
+    fill(tiny_disk)
+
+    for directory, code, reason in (
+        (fixed, ExitCode.DIRECTORY, "Read-only file system"),
+        (tiny_disk / "full", ExitCode.DIRECTORY, "No space left on device"),
+        (foreign, ExitCode.IDENTITY, f"belongs to user {os.geteuid() + 1}"),
+    ):
+        peer = swarm.join(directory.name, nobody, 40, directory=directory)
+        assert peer.exit_code() == int(code), peer.text
+        (line,) = (line for line in peer.text.splitlines() if line.startswith("p2p-trainer: "))
+        assert str(directory) in line and reason in line
+        assert "Looking for the run" not in peer.text
     assert_no_traceback(*swarm.peers)
 
 

@@ -237,6 +237,15 @@ def test_a_directory_that_cannot_be_written_to(command: str, tmp_path: Path) -> 
     fails([command, "digits", "--dir", "file/peer"], ExitCode.DIRECTORY, "file/peer", "--dir")
 
 
+@pytest.mark.parametrize("command", ["join", "bootstrap"])
+def test_the_organiser_does_not_start_another_run_where_the_manifest_of_the_first_is_damaged(
+    command: str, tmp_path: Path
+) -> None:
+    (tmp_path / "peer").mkdir()
+    (tmp_path / "peer/manifest.signed").write_bytes(b"damaged")
+    fails([command, "digits", "--dir", "peer"], ExitCode.CHECKPOINT, "manifest.signed", "Every peer of the run has")
+
+
 def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

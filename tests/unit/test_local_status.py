@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,40 @@ def test_the_command_ends_with_what_a_health_check_wants(tmp_path: Path) -> None
     assert CliRunner().invoke(app, ["status", "--local"]).exit_code == int(ExitCode.CHECKS_FAILED)
     which = CliRunner().invoke(app, ["status"])
     assert which.exit_code == int(ExitCode.USAGE) and "--local" in which.stderr
+
+
+def test_a_peer_of_which_a_part_has_failed_is_not_healthy_until_it_is_back(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "peer")
+    write(directory.path, "start", *TRAINING)
+    assert look(directory.path, 1001.0).healthy
+    write(directory.path, "fault", reason="The p2p daemon ended unexpectedly (exit code -9).", exit_code=22)
+    ending = look(directory.path, 1002.0)
+    assert not ending.healthy and ending.state == "is ending: The p2p daemon ended unexpectedly (exit code -9)."
+    directory.close()
+    between = look(directory.path, 1002.5)
+    assert not between.running and "may come back" in between.state
+    directory = RunDirectory(tmp_path / "peer")
+    write(directory.path, "start")
+    assert (look(directory.path, 1003.0).state, look(directory.path, 1003.0).healthy) == ("starts", False)
+    write(directory.path, *TRAINING)
+    assert look(directory.path, 1004.0).healthy
+    directory.close()
+
+
+def test_a_start_after_a_kill_is_not_taken_for_the_life_before(tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "peer").close()
+    write(tmp_path / "peer", "start", *TRAINING)
+    again = RunDirectory(tmp_path / "peer")
+    write(again.path, "start")
+    assert (look(again.path, 1001.0).state, look(again.path, 1001.0).healthy) == ("starts", False)
+    again.close()
+
+
+def test_a_peer_that_was_stopped_is_told_from_one_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(tmp_path / "peer")
+    write(directory.path, "start", *TRAINING)
+    monkeypatch.setattr("p2p_trainer.local_status.is_stopped", lambda pid: pid == os.getpid())
+    stopped = look(directory.path, 1001.0)
+    assert not stopped.healthy and stopped.running and "is stopped" in stopped.state
+    directory.close()
+    assert look(directory.path, 1001.0).state == "not running", "whoever has that pid now"

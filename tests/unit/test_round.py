@@ -500,6 +500,21 @@ def test_a_peer_that_slept_through_its_round_has_no_result_and_nothing_breaks() 
     asyncio.run(scene())
 
 
+def test_an_answer_that_comes_together_with_the_end_of_the_round_is_too_late() -> None:
+    """As for a peer that wakes, or that has had no core for long."""
+    network = Network(plan_for([whole(12, 5)] * 3, 12))
+
+    def tamper(sender: int, receiver: int, message: Part | Average) -> Part | Average:
+        if receiver == 0 and isinstance(message, Average):
+            network.rounds[0].end()
+        return message
+
+    network.tamper = tamper
+    sleeper, *others = hold(network, random_contributions(3, 12))
+    assert isinstance(sleeper, RoundVoid) and "slept" in str(sleeper)
+    assert all(isinstance(other, RoundResult | RoundVoid) for other in others)
+
+
 async def _nothing() -> AsyncIterator[Part]:
     return
     yield

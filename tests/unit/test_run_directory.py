@@ -6,7 +6,10 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from dht_config.errors import DirectoryError, ExitCode
 from dht_config.identity import load_or_create_organiser_key
 from dht_config.manifest import parse_manifest
 from dht_config.records import sign_manifest
+from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.run_directory import RunDirectory
 
 MANIFEST = parse_manifest('[run]\nname = "tiny"\nfragments = 2\n[task]\nname = "text"\n', source="run.toml")
@@ -139,6 +143,62 @@ def test_a_manifest_is_kept_and_a_changed_one_is_not_believed(directory: RunDire
     assert directory.signed_manifest() is None
     (directory.path / "manifest.signed").write_bytes(b"\xc1damaged")
     assert directory.signed_manifest() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("lock", lambda path: RunDirectory(path)),
+        ("manifest.signed", lambda path: RunDirectory(path).signed_manifest()),
+        ("metrics.jsonl", lambda path: MetricsWriter(RunDirectory(path).metrics_path)),
+    ],
+)
+def test_a_file_of_another_user_is_named(
+    name: str, use: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a volume that a container filled as another user. Root may open anything, so refusing is played."""
+    (tmp_path / name).write_text("")
+    refuse(monkeypatch, tmp_path / name)
+    with pytest.raises(DirectoryError, match=name) as raised:
+        use(tmp_path)
+    assert raised.value.remedy
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, refused: Path) -> None:
+    """Let nobody open this file."""
+    opened, opened_low = Path.open, os.open
+
+    def low(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path) == refused:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(refused))
+        return opened_low(path, *arguments, **options)
+
+    def high(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self == refused:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(refused))
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", low)
+    monkeypatch.setattr(Path, "open", high)
+
+
+def test_a_note_of_sockets_that_another_user_left_is_replaced(directory: RunDirectory) -> None:
+    directory.socket_note_path.mkdir()
+    with pytest.raises(DirectoryError, match="sockets"):
+        directory.socket_directory()
+    directory.socket_note_path.rmdir()
+    directory.socket_note_path.write_text("not ours")
+    directory.socket_note_path.chmod(0o400)
+    assert directory.socket_directory().name in directory.socket_note_path.read_text()
+
+
+def test_a_temporary_directory_that_is_full_or_missing_is_named(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(DirectoryError, match=str(tmp_path / "gone")) as raised:
+        directory.socket_directory()
+    assert "TMPDIR" in raised.value.remedy
 
 
 def test_identities_are_made_once(directory: RunDirectory) -> None:
