@@ -90,9 +90,14 @@ class Presence:
         """Samples per second as last published: what the others reckon with."""
 
     @property
+    def auxiliary(self) -> bool:
+        """Whether this peer does not train: no quorum counts it."""
+        return self._run.settings.role == "serving"
+
+    @property
     def first_status(self) -> Status:
         """What this peer announces before it trains."""
-        return "syncing" if self._run.settings.role == "training" else "serving"
+        return "serving" if self.auxiliary else "syncing"
 
     async def publish_manifest(self) -> None:
         run_id, payload = self._run.settings.run_id, self._run.signed_manifest.to_payload()
@@ -245,12 +250,28 @@ class Presence:
         return frozenset(peer for peer in self.present() if is_due(self._run.schedule, tick, cadences[peer]))
 
     def is_quorum(self, members: Collection[str]) -> bool:
-        """Whether these peers, ourselves among them, may make the next version of a fragment."""
+        """Whether these training peers, ourselves among them if we train, may make the next version of a fragment."""
+        if self.auxiliary:  # one that is alone needs no help
+            return len(members) > 1 and has_quorum(members, self.present())
         return has_quorum(members, {*self.present(), self._own_peer})
 
+    def needs_help(self, peers: Collection[str]) -> bool:
+        """Whether these peers cannot reach each other: several, none of which can be dialled."""
+        return len(peers) > 1 and not any(self.view.members[peer].profile.addresses for peer in peers)
+
+    def can_meet(self, peer: str) -> bool:
+        """Whether a peer of the view can dial us, or we it."""
+        return self._run.can_be_dialled or bool(self.view.members[peer].profile.addresses)
+
     def is_held(self, tick: int) -> bool:
-        """Whether enough peers for a next version take part in a tick's round, if we do."""
-        return self.is_quorum({*self.expected(tick), self._own_peer})
+        """Whether enough peers for a next version take part in a tick's round, if we do.
+
+        For an auxiliary peer: whether they could not hold it by themselves.
+        """
+        expected = self.expected(tick)
+        if self.auxiliary:
+            return self.needs_help(expected) and self.is_quorum(expected)
+        return self.is_quorum({*expected, self._own_peer})
 
     def pace(self) -> int:
         """In which of its rounds a fragment gets a next version that we help to make."""
@@ -302,6 +323,12 @@ class Presence:
     def leaving(self) -> frozenset[str]:
         """Peers that said goodbye a moment ago: what only they hold must be fetched now or never."""
         return frozenset(peer for peer, member in self.view.members.items() if member.profile.status == "leaving")
+
+    @property
+    def may_lag(self) -> bool:
+        """Whether our bases may be a little behind: we only serve, nobody leaves, others can serve newcomers too."""
+        coming = {peer for peer, member in self.view.members.items() if member.profile.status == "syncing"}
+        return self.auxiliary and not self.leaving() and not self.needs_help(self.present() | coming)
 
     def look(self) -> None:
         """Somebody says that its records have changed: read them now. At most once in LOOK_SECONDS."""

@@ -7,6 +7,7 @@ import time
 import pytest
 from harness import (
     FRAGMENTS,
+    START_SECONDS,
     Swarm,
     assert_bases_hold_every_credit_once,
     assert_digests_agree,
@@ -31,6 +32,28 @@ def test_a_peer_behind_nat_takes_part_among_others(swarm: Swarm) -> None:
         assert_samples_add_up(peer)
     assert "Nobody can open connections to this peer" in peers[2].text
     assert not any("Nobody can open" in peer.text for peer in (bootstrap, *peers[:2]))
+    assert_no_traceback(*swarm.peers)
+
+
+def test_three_peers_behind_nat_train_together_through_the_bootstrap(swarm: Swarm) -> None:
+    """They have the same private address, and cannot reach each other: the bootstrap leads, averages, and serves."""
+    names = ("one", "two", "three")
+    swarm.links(behind_nat=names, bootstrap="100M/10ms", one="20M/30ms", two="20M/30ms", three="20M/30ms")
+    bootstrap = swarm.bootstrap()
+    alone = swarm.join("one", bootstrap.invite, 40)
+    swarm.wait_until(lambda: len(alone.rounds()) >= FRAGMENTS, "the first one trains alone", START_SECONDS)
+    assert not bootstrap.rounds(), "who is alone needs no help"
+    peers = [alone, *(swarm.join(name, bootstrap.invite, 40) for name in names[1:])]
+    swarm.wait_averaged(*peers, group=3, rounds=4 * FRAGMENTS)
+    assert bootstrap.rounds(group=3), "it commits what they commit"
+    killed = peers.pop()
+    killed.crash()
+    swarm.wait_averaged(*peers, group=2, rounds=2 * FRAGMENTS, after=time.time())
+    swarm.leave_all()
+    assert_digests_agree(*peers, bootstrap)
+    for peer in peers:
+        assert_samples_add_up(peer)
+    assert "None of them can be dialled by the others: their rounds go through this peer." in bootstrap.text
     assert_no_traceback(*swarm.peers)
 
 

@@ -14,6 +14,7 @@ from peers.clock import Schedule
 from peers.membership import Member, View
 from peers.presence import Presence
 from peers.round import RoundVoid
+from peers.settings import Role
 
 SCHEDULE = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=2)
 Status = Literal["syncing", "training", "serving", "leaving"]
@@ -38,7 +39,7 @@ def member(status: Status = "training", cadence: Literal[1, 2, 4] = 1, expires: 
 class Records(Presence):
     """Presence whose records are what the test says."""
 
-    def __init__(self, *, neighbours_answer: bool = True) -> None:
+    def __init__(self, *, neighbours_answer: bool = True, role: Role = "training") -> None:
         async def ping(peer: object) -> bool:
             return neighbours_answer
 
@@ -54,7 +55,7 @@ class Records(Presence):
             manifest=SimpleNamespace(averaging=SimpleNamespace(codec="float32")),
             node=SimpleNamespace(protocol=protocol, store=store),
             settings=SimpleNamespace(
-                run_id="digits-0123456789abcdef", restart=0, identity=SimpleNamespace(peer_id="own")
+                run_id="digits-0123456789abcdef", restart=0, identity=SimpleNamespace(peer_id="own"), role=role
             ),
             training=SimpleNamespace(
                 begun=None,
