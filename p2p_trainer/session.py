@@ -6,7 +6,6 @@ are found, the manifest is checked, the model built, the throughput measured, th
 
 from __future__ import annotations
 
-import ipaddress
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dht_config.address import Address, parse_addresses
+from dht_config.address import dialable, parse_addresses, reach
 from dht_config.errors import (
     CheckpointError,
     DeviceError,
@@ -629,26 +628,6 @@ class Session:
         except CheckpointError as error:
             return error.problem
         return ""
-
-
-def dialable(addresses: Sequence[Address]) -> list[Address]:
-    """Addresses that others may reach, public ones first; loopback only if there is nothing else."""
-    ranked = sorted(addresses, key=_rank)
-    elsewhere = [address for address in ranked if _rank(address) < 3]
-    return elsewhere or ranked
-
-
-def reach(address: Address) -> str:
-    """From where an address can be dialled, in words; empty if from everywhere, as far as one can see."""
-    return ("", "inside this network", "inside this network", "on this machine alone")[_rank(address)]
-
-
-def _rank(address: Address) -> int:
-    try:
-        ip = ipaddress.ip_address(address.transport.host)
-    except ValueError:
-        return 0  # a name
-    return 3 if ip.is_loopback else 2 if ip.is_link_local else 1 if ip.is_private else 0
 
 
 def make_initial_bases(

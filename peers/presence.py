@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -24,14 +24,15 @@ from dht_config.records import FragmentClaim, PeerProfile, SwarmState, software_
 from peers.cadence import Cadence, is_due, pace
 from peers.context import RunContext
 from peers.contribution import shares
-from peers.daemon import answers_elsewhere, dial, refuses
+from peers.daemon import DialOutcome, answers_elsewhere, dial, refuses
 from peers.door import remember_addresses, remembered_addresses, set_clock
 from peers.lineage import Claim, has_quorum
 from peers.membership import Member, View, read_view
 from peers.messages import Ask, AskHeader, indices_of, mask_of
-from peers.pipe import Event
+from peers.pipe import Event, Waiting
 from peers.round import RoundVoid
 from peers.transport import TRANSPORT_ERRORS
+from peers.ways_in import best_first, split_line
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class Presence:
         self._goodbye = False
         self._own_record: Member | None = None
         self._known: set[str] = set()
+        self._answered: set[str] = set()
+        """Peers that did when we dialled them."""
         self._dead: dict[str, float] = {}
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
         self._joined_at = run.clock.now()
@@ -201,20 +204,28 @@ class Presence:
         self._known = set(members)
         if not fresh:
             return
-        for peer in fresh:
-            good, _ = parse_addresses(members[peer].profile.addresses[:ADDRESSES_PER_PEER])
-            for address in good:
-                if address.peer_id == peer:
-                    self._run.tasks.spawn(self._greet(address))
-        texts = [text for peer in members for text in members[peer].profile.addresses]
-        remember_addresses(
-            self._run.settings.remembered_peers_path,
-            [*texts, *(address.text for address in self._run.settings.addresses)],
-        )
+        self._run.tasks.spawn(self._greet_all({peer: members[peer].profile.addresses for peer in fresh}))
 
-    async def _greet(self, address: Address) -> None:
+    async def _greet_all(self, fresh: Mapping[str, Sequence[str]]) -> None:
+        ways = {peer: parse_addresses(texts[:ADDRESSES_PER_PEER])[0] for peer, texts in fresh.items() if texts}
+
+        async def greet(peer: str, addresses: Sequence[Address]) -> str | None:
+            good = [address for address in addresses if address.peer_id == peer]
+            return peer if any(await asyncio.gather(*(self._greet(address) for address in good))) else None
+
+        self._answered -= fresh.keys()
+        self._answered |= set(filter(None, await asyncio.gather(*(greet(*way) for way in ways.items()))))
+        addresses = {peer: member.profile.addresses for peer, member in self.view.members.items()}
+        named = [peer for peer in self.present() if addresses.get(peer)]
+        if line := split_line(len(named), len(self._answered.intersection(named))):
+            self._run.training.send(Waiting(line))
+        path, given = self._run.settings.remembered_peers_path, self._run.settings.addresses
+        earlier = [address.text for address in remembered_addresses(path)]
+        remember_addresses(path, best_first(addresses, self._answered, earlier, given=[one.text for one in given]))
+
+    async def _greet(self, address: Address) -> bool:
         async with self._dialling:
-            await dial(self._run.p2p, address)
+            return (await dial(self._run.p2p, address)).outcome is DialOutcome.CONNECTED
 
     async def _reach_out(self) -> None:
         """Nobody was heard of for a while: dial and ping anew, since hivemind forgets nodes that do not answer."""

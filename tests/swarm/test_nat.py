@@ -16,7 +16,7 @@ from harness import (
     needs_links,
 )
 
-pytestmark = [pytest.mark.swarm, needs_links]
+pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
 
 
 def test_a_peer_behind_nat_takes_part_among_others(swarm: Swarm) -> None:
