@@ -406,7 +406,8 @@ class RoundKeeper:
             if not self._auxiliary and self._presence.is_quorum({str(me.peer_id)}):
                 await self._presence.confirm_alone(begins)
                 return b"alone", (me,)
-            raise _Lost(f"no group of enough of the {len(expected) + 1} training peers came together")
+            training = len(expected) + (not self._auxiliary)
+            raise _Lost(f"no group of enough of the {training} training peers came together")
         return found
 
     async def _all_reduce(

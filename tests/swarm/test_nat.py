@@ -14,6 +14,7 @@ from harness import (
     assert_no_traceback,
     assert_samples_add_up,
     needs_links,
+    small_manifest,
 )
 
 pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
@@ -54,6 +55,28 @@ def test_three_peers_behind_nat_train_together_through_the_bootstrap(swarm: Swar
     for peer in peers:
         assert_samples_add_up(peer)
     assert "None of them can be dialled by the others: their rounds go through this peer." in bootstrap.text
+    assert_no_traceback(*swarm.peers)
+
+
+def test_a_standby_averages_on_for_peers_behind_nat_where_the_bootstrap_dies(swarm: Swarm) -> None:
+    """In averaged gradients, with codecs that lose something: an auxiliary peer's base is that of all others."""
+    manifest = small_manifest(
+        swarm.path / "gradients.toml",
+        mode='mode = "gradient"\nglobal_batch = 48\ncodec = "int4"\nanswer_codec = "int8"',
+    )
+    names = ("one", "two")
+    swarm.links(behind_nat=names, bootstrap="100M/10ms", standby="100M/10ms", one="20M/30ms", two="20M/30ms")
+    bootstrap = swarm.bootstrap(manifest=manifest)
+    standby = swarm.bootstrap("standby", bootstrap.invite, "--standby")
+    peers = [swarm.join(name, bootstrap.invite, 60) for name in names]
+    swarm.wait_averaged(*peers, standby, bootstrap, group=2, rounds=FRAGMENTS)
+    bootstrap.crash()
+    swarm.wait_averaged(*peers, standby, group=2, rounds=2 * FRAGMENTS, after=time.time())
+    swarm.leave_all()
+    assert_digests_agree(*peers, bootstrap, standby)
+    for peer in peers:
+        assert_samples_add_up(peer)
+    assert_bases_hold_every_credit_once(peers)
     assert_no_traceback(*swarm.peers)
 
 
