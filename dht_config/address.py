@@ -20,6 +20,8 @@ PEER_ID_BYTES = 34
 SHA256_MULTIHASH_PREFIX = b"\x12\x20"
 """What a peer id starts with; the SHA-256 of the peer's public key follows."""
 MAX_ADDRESS_CHARACTERS = 512
+INSIDE = "inside this network"
+"""From where a private address can be dialled."""
 
 _EXAMPLE_PEER_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 EXAMPLE = f"/ip4/203.0.113.7/tcp/31337/p2p/{_EXAMPLE_PEER_ID}"
@@ -139,7 +141,7 @@ def dialable(addresses: Sequence[Address]) -> list[Address]:
 
 def reach(address: Address) -> str:
     """From where an address can be dialled, in words; empty if from everywhere, as far as one can see."""
-    return ("", "inside this network", "inside this network", "on this machine alone")[_rank(address)]
+    return ("", INSIDE, INSIDE, "on this machine alone")[_rank(address)]
 
 
 def _rank(address: Address) -> int:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dht_config.address import dialable, parse_addresses, reach
+from dht_config.address import INSIDE, dialable, parse_addresses, reach
 from dht_config.errors import (
     CheckpointError,
     DeviceError,
@@ -50,7 +50,7 @@ from p2p_trainer.strategies.rotation import Rotation, next_trained
 from p2p_trainer.target import Target, check_model, checked_manifest, layout_of, trainable
 from p2p_trainer.tasks import Task
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
-from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, farewell, farewell_of_a_door
+from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, farewell, farewell_of_a_door, only_inside
 from peers.arena import SharedArena
 from peers.contributed import last_contributed
 from peers.daemon import check_port_free
@@ -253,6 +253,8 @@ class Session:
             self.view.status(NOT_DIALLED)
         else:
             self.view.status(address_line([address.text for address in addresses], reach(addresses[0])))
+            if self.role == "serving" and reach(addresses[0]) == INSIDE:
+                self.view.status(only_inside(addresses[0].transport.port))
             texts = [address.text for address in addresses]
             if self.role == "serving" and self.target.invite is not None:  # a standby: its invite names both doors
                 texts += [text for text in self.target.invite.addresses if text not in texts]

@@ -112,7 +112,8 @@ async def dial_until_answered(
         pause = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS)) - 1]
         if loop.time() + pause > give_up:
             raise UnreachableError(*nobody_answers(reports))
-        on_waiting(f"Nobody answers yet ({reports[0]}); trying again in {pause:.0f} s.")
+        more = f", and {len(reports) - 1} more" if len(reports) > 1 else ""
+        on_waiting(f"Nobody answers yet ({reports[0]}{more}); trying again in {pause:.0f} s.")
         await asyncio.sleep(pause)
     return []
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from harness import Swarm, assert_no_traceback, needs_links
+from harness import Swarm, assert_digests_agree, assert_no_traceback, needs_links
 
+from dht_config.errors import P2PTrainerError
 from p2p_trainer.links import Network
+from peers.daemon import check_port_free
 
-pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
+pytestmark = pytest.mark.swarm
 
 DEVICE = "tun0"
 IPV6_INTO_NOWHERE = "2001:db8::2/64"
@@ -36,6 +38,8 @@ def route_ipv6_into_nowhere(network: Network, name: str) -> None:
         pytest.skip(f"no IPv6 in a namespace here: {done.stderr.strip()}")
 
 
+@pytest.mark.namespaces
+@needs_links
 def test_a_dead_ipv6_route_beside_a_good_ipv4_address_costs_a_moment(swarm: Swarm) -> None:
     network = swarm.links(bootstrap="100M/10ms", one="100M/10ms", other="100M/10ms")
     route_ipv6_into_nowhere(network, "one")
@@ -54,6 +58,22 @@ def test_a_dead_ipv6_route_beside_a_good_ipv4_address_costs_a_moment(swarm: Swar
     assert_no_traceback(*swarm.peers)
 
 
+def test_a_swarm_over_ipv6_alone_trains(swarm: Swarm) -> None:
+    try:
+        check_port_free("::1", 0)
+    except P2PTrainerError:
+        pytest.skip("no IPv6 here")
+    bootstrap = swarm.bootstrap("bootstrap", None, "--host", "::1")
+    assert bootstrap.address.startswith("/ip6/::1/tcp/")
+    peers = [swarm.join(name, bootstrap.invite, 40, "--host", "::1") for name in ("one", "two")]
+    swarm.wait_averaged(*peers)
+    swarm.leave_all()
+    assert_digests_agree(*peers)
+    assert_no_traceback(*swarm.peers)
+
+
+@pytest.mark.namespaces
+@needs_links
 def test_why_nobody_lets_a_peer_in_is_told_in_words(swarm: Swarm) -> None:
     swarm.links(bootstrap="100M/10ms", one="100M/10ms", two="100M/10ms", three="100M/10ms")
     bootstrap = swarm.bootstrap()
