@@ -14,6 +14,7 @@ from harness import (
     assert_no_traceback,
     assert_samples_add_up,
     needs_links,
+    port_of_its_own,
     small_manifest,
 )
 
@@ -77,6 +78,24 @@ def test_a_standby_averages_on_for_peers_behind_nat_where_the_bootstrap_dies(swa
     for peer in peers:
         assert_samples_add_up(peer)
     assert_bases_hold_every_credit_once(peers)
+    assert_no_traceback(*swarm.peers)
+
+
+def test_peers_behind_nat_meet_again_when_their_bootstrap_is_back(swarm: Swarm) -> None:
+    """They lose each other with it, and all it has is what they bring it."""
+    names = ("one", "two")
+    swarm.links(behind_nat=names, bootstrap="100M/10ms", one="20M/30ms", two="20M/30ms")
+    port = ("--port", str(port_of_its_own()))
+    bootstrap = swarm.bootstrap("bootstrap", None, *port)
+    peers = [swarm.join(name, bootstrap.invite, 40) for name in names]
+    swarm.wait_averaged(*peers, bootstrap, group=2, rounds=FRAGMENTS)
+    bootstrap.crash()
+    again = swarm.bootstrap("bootstrap", None, *port)
+    back = time.time()
+    swarm.wait_averaged(*peers, again, group=2, rounds=2 * FRAGMENTS, after=back)
+    swarm.leave_all()
+    for peer in peers:
+        assert_samples_add_up(peer)
     assert_no_traceback(*swarm.peers)
 
 
