@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import base58
@@ -20,6 +20,8 @@ PEER_ID_BYTES = 34
 SHA256_MULTIHASH_PREFIX = b"\x12\x20"
 """What a peer id starts with; the SHA-256 of the peer's public key follows."""
 MAX_ADDRESS_CHARACTERS = 512
+INSIDE = "inside this network"
+"""From where a private address can be dialled."""
 
 _EXAMPLE_PEER_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 EXAMPLE = f"/ip4/203.0.113.7/tcp/31337/p2p/{_EXAMPLE_PEER_ID}"
@@ -128,6 +130,25 @@ def parse_announced(text: str) -> Transport:
 def address_of(transport: Transport, peer_id: str) -> Address:
     """The address of a peer, given in base58, at a transport."""
     return Address(text=f"{transport.text}/p2p/{peer_id}", peer_id=peer_id, transport=transport)
+
+
+def dialable(addresses: Sequence[Address]) -> list[Address]:
+    """Addresses that others may reach, public ones first; loopback only if there is nothing else."""
+    ranked = sorted(addresses, key=_rank)
+    elsewhere = [address for address in ranked if _rank(address) < 3]
+    return elsewhere or ranked
+
+
+def reach(address: Address) -> str:
+    """From where an address can be dialled, in words; empty if from everywhere, as far as one can see."""
+    return ("", INSIDE, INSIDE, "on this machine alone")[_rank(address)]
+
+
+def _rank(address: Address) -> int:
+    ip = _ip_address(address.transport.host)
+    if ip is None:
+        return 0  # a name
+    return 3 if ip.is_loopback else 2 if ip.is_link_local else 0 if ip.is_global else 1
 
 
 def transport_from_bytes(data: bytes) -> Transport:

@@ -35,7 +35,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PROTOCOL_VERSION: int = 5
+PROTOCOL_VERSION: int = 6
 """What peers say to each other. Part of the fingerprint: peers of different versions cannot meet."""
 
 EXAMPLES: tuple[str, ...] = ("stdlib-text", "digits")

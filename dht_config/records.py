@@ -180,6 +180,8 @@ class RoundAnnouncement(_Record):
     """As in its profile; who skips rounds for its line's sake averages nothing for others."""
     codec: Literal["int8", "int4", "sparse"] = "int8"
     """How its contribution is encoded, in runs that leave that to each peer."""
+    auxiliary: bool = False
+    """Whether it does not train: it brings nothing, and averages where no member that trains can be dialled."""
 
     @model_validator(mode="after")
     def _spans_are_consistent(self) -> RoundAnnouncement:
@@ -191,6 +193,8 @@ class RoundAnnouncement(_Record):
                 raise ValueError("a span has samples exactly if it has steps")
             if samples > self.samples_total or steps > self.steps_total:
                 raise ValueError("a span has more pending than was ever processed")
+            if samples and self.auxiliary:
+                raise ValueError("an auxiliary peer brings no samples")
             end = stop
         return self
 

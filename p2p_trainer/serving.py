@@ -1,4 +1,7 @@
-"""What a bootstrap peer does all day: follow the bases, save them now and then, keep the archive."""
+"""What a bootstrap peer does all day: follow the bases, save them now and then, keep the archive.
+
+Its averaging process takes part in rounds that training peers cannot hold by themselves; here it is only said so.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,8 @@ class Door:
 
     training: int = -1
     """Peers, as told last."""
+    averages: bool = False
+    """Whether it was said that rounds go through here."""
 
     def serve(self, fragments: Sequence[FragmentMeta]) -> None:
         """Until asked to leave. :param fragments: as they are at the beginning"""
@@ -76,12 +81,17 @@ class Door:
             return
         if message.name == "peers":
             if message.fields["training"] != self.training:
-                self.training = message.fields["training"]
+                self.training, self.averages = message.fields["training"], False
                 self.view.status(f"{self.training} peer(s) are training.")
             return
         self.metrics.write(message.name, **message.fields)
         if message.name == "rebase":
             self.versions[message.fields["fragment"]] = message.fields["to_version"]
+        elif message.name == "round" and message.fields["outcome"] == "committed":
+            self.versions[message.fields["fragment"]] = message.fields["version"]
+            if not self.averages:
+                self.averages = True
+                self.view.status("None of them can be dialled by the others: their rounds go through this peer.")
 
     def _note_versions(self, fragments: Sequence[FragmentMeta]) -> None:
         self.versions.update((index, meta.version) for index, meta in enumerate(fragments))

@@ -6,7 +6,6 @@ are found, the manifest is checked, the model built, the throughput measured, th
 
 from __future__ import annotations
 
-import ipaddress
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dht_config.address import Address, parse_addresses
+from dht_config.address import INSIDE, dialable, parse_addresses, reach
 from dht_config.errors import (
     CheckpointError,
     DeviceError,
@@ -52,7 +51,7 @@ from p2p_trainer.strategies.rotation import Rotation, next_trained
 from p2p_trainer.target import Target, check_model, checked_manifest, layout_of, trainable
 from p2p_trainer.tasks import Task
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
-from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, farewell, farewell_of_a_door
+from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, farewell, farewell_of_a_door, only_inside
 from peers.arena import SharedArena
 from peers.contributed import last_contributed
 from peers.daemon import check_port_free
@@ -265,6 +264,8 @@ class Session:
             self.view.status(NOT_DIALLED)
         else:
             self.view.status(address_line([address.text for address in addresses], reach(addresses[0])))
+            if self.role == "serving" and reach(addresses[0]) == INSIDE:
+                self.view.status(only_inside(addresses[0].transport.port))
             texts = [address.text for address in addresses]
             if self.role == "serving" and self.target.invite is not None:  # a standby: its invite names both doors
                 texts += [text for text in self.target.invite.addresses if text not in texts]
@@ -659,26 +660,6 @@ class Session:
         except CheckpointError as error:
             return error.problem
         return ""
-
-
-def dialable(addresses: Sequence[Address]) -> list[Address]:
-    """Addresses that others may reach, public ones first; loopback only if there is nothing else."""
-    ranked = sorted(addresses, key=_rank)
-    elsewhere = [address for address in ranked if _rank(address) < 3]
-    return elsewhere or ranked
-
-
-def reach(address: Address) -> str:
-    """From where an address can be dialled, in words; empty if from everywhere, as far as one can see."""
-    return ("", "inside this network", "inside this network", "on this machine alone")[_rank(address)]
-
-
-def _rank(address: Address) -> int:
-    try:
-        ip = ipaddress.ip_address(address.transport.host)
-    except ValueError:
-        return 0  # a name
-    return 3 if ip.is_loopback else 2 if ip.is_link_local else 1 if ip.is_private else 0
 
 
 def make_initial_bases(

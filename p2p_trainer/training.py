@@ -44,6 +44,7 @@ from peers.pipe import (
     Resume,
     SnapshotTaken,
     TakeSnapshot,
+    Waiting,
 )
 from peers.process import SwarmHandle
 
@@ -347,6 +348,8 @@ class Trainer:
             self._note_event(message)
         elif isinstance(message, Quiet):
             self._quiet = message.fragments
+        elif isinstance(message, Waiting):
+            self.view.status(message.text)
 
     def _note_event(self, event: Event) -> None:
         fields = event.fields

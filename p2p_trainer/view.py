@@ -111,6 +111,14 @@ def address_line(addresses: Sequence[str], where: str) -> str:
     return f"This peer's address{reach}, for others to give as --peer: {' or '.join(addresses)}"
 
 
+def only_inside(port: int) -> str:
+    """What to tell an organiser whose door has an address that not everybody can dial."""
+    return (
+        f"Volunteers elsewhere cannot dial that. For them, have the router or container host forward port {port} here, "
+        f"and say where: --port {port} --announce /ip4/ITS-PUBLIC-ADDRESS/tcp/{port}, or /dns4/ITS-NAME/tcp/{port}."
+    )
+
+
 NOT_DIALLED = (
     "Nobody can open connections to this peer: it is behind NAT or a firewall. It takes part all the same, and "
     "averages nothing for others. To change that, forward a port to it, and give it with --port and --announce."

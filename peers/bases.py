@@ -32,7 +32,7 @@ MOSTLY = 0.5
 HASTY_ANSWER_SECONDS = 6.0
 """Where answers are waited for longer than this, limits on donors are stretched from the start."""
 KEEPER_SECONDS = 5.0
-"""A serving peer follows the swarm by one fragment at a time, this often; at once if somebody leaves."""
+"""A serving peer follows the swarm by one fragment at a time, this often; at once where somebody needs its bases."""
 USED_UP_SECONDS = 30.0
 USED_UP = "A day's traffic is used up: the model is fetched after midnight UTC."
 SYNC_ROUNDS_BETWEEN_NOTES = 10
@@ -176,8 +176,9 @@ class BaseKeeper:
             if (claim.version > 0 or claim.digest == initial) and claim.version <= possible_versions
         }
         claims = {peer: claim for peer, claim in claims.items() if self._donors.believed(peer)} or claims
-        training = self._presence.present()
-        claims = {peer: claim for peer, claim in claims.items() if peer in training} or claims
+        # An auxiliary peer may be the only one that has all of a round in which we took part.
+        voters = self._presence.present() | state.unresolved_mates
+        claims = {peer: claim for peer, claim in claims.items() if peer in voters} or claims
         cadences = self._presence.view.cadences()
         votes = in_step(claims, {peer: cadences[peer] for peer in claims})
         behind = claims.keys() - votes.keys()
@@ -210,7 +211,7 @@ class BaseKeeper:
                     if not self._presence.caught_up:
                         self._presence.caught_up = True
                         self._presence.changed.set()
-        if self._run.settings.role == "serving" and behind and not self._presence.leaving():
+        if self._presence.may_lag and behind:
             if now - self._last_keep < KEEPER_SECONDS:
                 return
             self._last_keep = now
@@ -309,7 +310,11 @@ class BaseKeeper:
             states = len(state.outer_state)
             partial = PartialBase(fragment=state.index, size=state.size, states=states, claim=claim)
             self._partial[state.index] = partial
-        announcing = [peer for peer, other in self._presence.view.claims(state.index).items() if other == claim]
+        announcing = [
+            peer
+            for peer, other in self._presence.view.claims(state.index).items()
+            if other == claim and self._presence.can_meet(peer)
+        ]
         random.shuffle(announcing)  # so that newcomers spread
         return await self._complete(partial, list(dict.fromkeys([*partial.senders, *announcing])), on_progress)
 

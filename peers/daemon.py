@@ -28,12 +28,14 @@ from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
-from dht_config.address import Address
+from dht_config.address import Address, Transport
 from dht_config.errors import AddressError, LimitsError, PortInUseError
 from dht_config.network import NetworkSettings
 
 START_SECONDS = 60.0
 DIAL_SECONDS = 10.0
+STRAGGLER_SECONDS = 2.0
+RESOLVE_SECONDS = 3.0
 REFUSAL_SECONDS = 2.0
 SOCKET_DIRECTORY_PREFIX = "p2p-trainer-"
 DAEMON_PROCESSORS = 1
@@ -171,6 +173,8 @@ class DialOutcome(Enum):
     REFUSED = "nobody listens there"
     TIMED_OUT = "no answer"
     NOT_FOUND = "the host name is unknown"
+    NO_ROUTE = "no way leads there from this network"
+    NOT_A_PEER = "something that is not a peer answers"
     FAILED = "not reachable"
 
 
@@ -195,13 +199,34 @@ async def dial(p2p: P2P, address: Address, timeout_seconds: float = DIAL_SECONDS
     except asyncio.TimeoutError:
         return DialReport(address=address, outcome=DialOutcome.TIMED_OUT)
     except (ControlFailure, P2PDaemonError, OSError, EOFError) as error:
-        return _classify(address, str(transport), str(error))
+        transports = await _resolved(address.transport)
+        if not transports:
+            return DialReport(address=address, outcome=DialOutcome.NOT_FOUND)
+        return _classify(address, transports, str(error))
     return DialReport(address=address, outcome=DialOutcome.CONNECTED)
 
 
-def _classify(address: Address, transport: str, message: str) -> DialReport:
+async def _resolved(transport: Transport) -> list[str]:
+    """A name's addresses, by which alone the daemon speaks of it: none if it has none. Others are as they are."""
+    families = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+    if transport.protocol not in families:
+        return [transport.text]
+    lookup = asyncio.get_running_loop().getaddrinfo(
+        transport.host, transport.port, family=families[transport.protocol], type=socket.SOCK_STREAM
+    )
+    try:
+        found = await asyncio.wait_for(lookup, RESOLVE_SECONDS)
+    except (OSError, asyncio.TimeoutError):
+        return []
+    return [
+        f"/{'ip6' if family == socket.AF_INET6 else 'ip4'}/{where[0]}/tcp/{transport.port}"
+        for family, _, _, _, where in found
+    ]
+
+
+def _classify(address: Address, transports: Sequence[str], message: str) -> DialReport:
     """Read the daemon's answer; it lists every address it remembers for the peer, ours in brackets."""
-    lines = [line for line in message.splitlines() if transport in line] or [message]
+    lines = [line for line in message.splitlines() if any(f"[{one}]" in line for one in transports)] or [message]
     ours = lines[0]
     mismatch = re.search(r"remote key matches (\w+)", ours)
     if mismatch:
@@ -210,6 +235,8 @@ def _classify(address: Address, transport: str, message: str) -> DialReport:
         (("connection refused",), DialOutcome.REFUSED),
         (("deadline exceeded", "i/o timeout", "timed out"), DialOutcome.TIMED_OUT),
         (("no good addresses", "no such host", "failed to resolve"), DialOutcome.NOT_FOUND),
+        (("network is unreachable", "no route to host", "host is down"), DialOutcome.NO_ROUTE),
+        (("failed to negotiate",), DialOutcome.NOT_A_PEER),
     ):
         if any(mark in ours for mark in marks):
             return DialReport(address=address, outcome=outcome)
@@ -217,8 +244,21 @@ def _classify(address: Address, transport: str, message: str) -> DialReport:
 
 
 async def dial_all(p2p: P2P, addresses: Sequence[Address]) -> list[DialReport]:
-    """Dial all at once."""
-    return list(await asyncio.gather(*(dial(p2p, address) for address in addresses)))
+    """Dial all at once. When one has answered, the others have a moment left: a dead IPv6 route is silent for long."""
+    dials = [asyncio.ensure_future(dial(p2p, address)) for address in addresses]
+    pending: set[asyncio.Future[DialReport]] = set(dials)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if any(one.result().outcome is DialOutcome.CONNECTED for one in done):
+            if pending:
+                _, pending = await asyncio.wait(pending, timeout=STRAGGLER_SECONDS)
+            break
+    for late in pending:
+        late.cancel()
+    return [
+        DialReport(address=address, outcome=DialOutcome.TIMED_OUT) if one in pending else one.result()
+        for address, one in zip(addresses, dials, strict=True)
+    ]
 
 
 async def refuses(address: Address, timeout_seconds: float = REFUSAL_SECONDS) -> bool:

@@ -3,7 +3,7 @@
 Whoever wants to know listens on the port in question, asks a peer over the daemon, and says a word of 16 random bytes
 to everyone who connects. The peer dials and tells whether it heard that word, and at which address it sees the asker:
 one that the asker does not have itself means that there is a router in between (NAT). A peer whose daemon listens on
-that port already asks without a word (``door.can_be_dialled``): that it is connected with is answer enough.
+that port already asks without a word (``door.hosts_reached``): that it is connected with is answer enough.
 
 Nobody can have a peer dial a third party: it dials only the address at which the asker's own, authenticated connection
 comes in, at most DIALS times in WINDOW_SECONDS for one address and AT_ONCE for all, and it tells nothing of what it
@@ -152,7 +152,7 @@ async def ask_to_dial_back(
             return None
         if answer.header is None:
             return None
-        return Reached(peer_id=str(peer), host=_checked(answer.header.host), reached=answer.header.reached)
+        return Reached(peer_id=str(peer), host=checked_host(answer.header.host), reached=answer.header.reached)
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -166,7 +166,7 @@ async def ask_to_dial_back(
     return [answer for answer in answers if answer is not None]
 
 
-def _checked(host: str) -> str:
+def checked_host(host: str) -> str:
     """An IP address that somebody else wrote, or nothing."""
     try:
         return str(ipaddress.ip_address(host))

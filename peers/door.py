@@ -22,13 +22,14 @@ from dht_config.validators import SwarmRecordValidator
 from dht_config.versions import other_protocol
 from peers.clock import SwarmClock, correction, measure_offset
 from peers.daemon import DialOutcome, DialReport, dial_all
-from peers.messages import Ask, AskHeader, DialBack, DialBackHeader
+from peers.dial_back import checked_host
+from peers.messages import Ask, AskHeader, DialBack, DialBackHeader, DialedBackHeader
 from peers.notes import write_note
 from peers.transport import TRANSPORT_ERRORS
+from peers.ways_in import REMEMBERED_PEERS, nobody_answers
 
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0)
 ALONE_AFTER_ATTEMPTS = 2
-REMEMBERED_PEERS = 32
 CLOCK_PEERS = 8
 DIAL_PEERS = 3
 CREDIBLE_OFFSET_SECONDS = 3600.0
@@ -40,6 +41,8 @@ FAR_WAIT_SECONDS = 24.0
 """Measured with 3 s and a loss of 20 %: half of the answers take up to 9 s, the slowest 26 s."""
 ROUND_TRIPS = 4.0
 """What was measured may have been luck: three packets in a row that are lost and sent again."""
+
+UNTRIED = DialedBackHeader(host="", reached=None)
 
 Stub = Callable[[PeerID], StubBase]
 
@@ -108,12 +111,9 @@ async def dial_until_answered(
         _refuse_wrong_ids(reports, may_start)
         pause = RETRY_SECONDS[min(attempt, len(RETRY_SECONDS)) - 1]
         if loop.time() + pause > give_up:
-            raise UnreachableError(
-                f"Nobody answered at {len(others)} address(es): {'; '.join(map(str, reports))}.",
-                "Check the network, ask the organiser whether the bootstrap peer runs, or give another "
-                "peer's address with --peer.",
-            )
-        on_waiting(f"Nobody answers yet ({reports[0]}); trying again in {pause:.0f} s.")
+            raise UnreachableError(*nobody_answers(reports))
+        more = f", and {len(reports) - 1} more" if len(reports) > 1 else ""
+        on_waiting(f"Nobody answers yet ({reports[0]}{more}); trying again in {pause:.0f} s.")
         await asyncio.sleep(pause)
     return []
 
@@ -149,21 +149,26 @@ async def set_clock(clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, n
     return len(offsets)
 
 
-async def can_be_dialled(stub: Stub, peers: Sequence[PeerID], port: int) -> bool:
-    """Whether others can open connections to this peer: asked of a few, and all of them that answer must have.
+async def hosts_reached(stub: Stub, peers: Sequence[PeerID], port: int) -> tuple[str, ...] | None:
+    """The IP addresses at which others could open connections to this peer, as they see it; None if one could not.
 
-    True if nobody answers: it is only known when somebody tried. What this does not stop: one that says it could not;
-    then this peer averages for nobody. Asked when the peer enters; a router that is changed later is not noticed.
+    Asked of a few, and all of them that answer must have. Empty if nobody tried: then it is not known. What this does
+    not stop: one that says it could not; then this peer averages for nobody. Asked when the peer enters; a router that
+    is changed later is not noticed.
     """
 
-    async def ask(peer: PeerID) -> bool:
+    async def ask(peer: PeerID) -> DialedBackHeader:
         try:
             answer = await stub(peer).rpc_dial_back(DialBack(DialBackHeader(port=port)), timeout=RPC_WAIT_SECONDS)
         except TRANSPORT_ERRORS:
-            return True
-        return answer.header is None or answer.header.reached is not False
+            return UNTRIED
+        return answer.header or UNTRIED
 
-    return all(await asyncio.gather(*(ask(peer) for peer in peers[:DIAL_PEERS])))
+    answers = await asyncio.gather(*(ask(peer) for peer in peers[:DIAL_PEERS]))
+    if any(answer.reached is False for answer in answers):
+        return None
+    hosts = [checked_host(answer.host) for answer in answers if answer.reached]
+    return tuple(dict.fromkeys(host for host in hosts if host))
 
 
 async def enter_dht(

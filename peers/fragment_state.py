@@ -179,7 +179,7 @@ class FragmentState:
         self.receipts.append(receipt)
         while len(self.receipts) > MAX_RECEIPTS:
             self.history_before = extend_history(self.history_before, self.receipts.pop(0))
-        self.backers = frozenset(str(member.peer_id) for member in plan.members if member.peer_id.to_bytes() != own_id)
+        self.backers = frozenset(str(member.peer_id) for member in plan.training if member.peer_id.to_bytes() != own_id)
         self._moved_to(version, digest, total, history)
 
     def adopt(self, fetched: FetchedBase, own_id: bytes) -> bool:

@@ -129,6 +129,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
     :param possible_samples: more than this nobody can have processed by now
     :param is_quorum: whether peers, as base58 ids with ourselves, may make the next version
     :param can_be_dialled: whether others can follow us; if not, we follow
+    :param auxiliary: whether we do not train: no quorum counts us
     :param silent_leaders: those that accepted us and never began, or began nonsense, are not followed for a while
     :param likely_members: peers that, by their records, look for a tick's group and could lead it, by their ids
     """
@@ -148,9 +149,13 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         silent_leaders: Reliability,
         can_be_dialled: bool = True,
         likely_members: Callable[[int], Collection[bytes]] = lambda tick: (),
+        auxiliary: bool = False,
     ) -> None:
         self._dht, self._likely_members = dht, likely_members
         self._is_quorum = is_quorum
+        self._ourselves = {str(p2p.peer_id)} if auxiliary else set()
+        self._auxiliary = self._ourselves
+        """Members of the group that we lead which no quorum counts."""
         self._silent_leaders = silent_leaders
         self._size = size
         self._possible_samples = possible_samples
@@ -174,7 +179,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
     def min_group_size(self) -> int:
         """As many as are here if they are a quorum, else one more than are here."""
         members = {str(self.peer_id), *(str(peer) for peer in self.current_followers)}
-        return len(members) if len(members) > 1 and self._is_quorum(members) else len(members) + 1
+        return len(members) if len(members) > 1 and self._is_quorum(members - self._auxiliary) else len(members) + 1
 
     @min_group_size.setter
     def min_group_size(self, value: int) -> None:
@@ -183,6 +188,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
     async def find(self, search: GroupSearch) -> tuple[bytes, tuple[GroupMember, ...]] | None:
         """A group for this round: its id and its members in the leader's order, or None if there is none in time."""
         self._search = search
+        self._auxiliary = set(self._ourselves)
         self.schema_hash = search.schema_hash
         self._dht.begin(self.group_key_manager.current_key, self._place(search), search.get_timeout())
         try:
@@ -194,7 +200,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         members = self._members(group.peer_ids, group.gathered, search) if group is not None else None
         if group is None or members is None:
             return None
-        if not self._is_quorum({str(member.peer_id) for member in members}):
+        if not self._is_quorum({str(member.peer_id) for member in members if not member.auxiliary}):
             return None  # the leader's word is not enough: a group of too few could make a rival base
         return group.group_id, members
 
@@ -210,9 +216,13 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         """Admit only followers whose signed announcement is valid and for this very round."""
         search = self._search
-        if search is not None and self._valid_announcement(context.remote_id, request.gather, search) is None:
-            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
-            return
+        if search is not None:
+            announcement = self._valid_announcement(context.remote_id, request.gather, search)
+            if announcement is None:
+                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+                return
+            if announcement.auxiliary:
+                self._auxiliary.add(str(context.remote_id))
         if len(self.current_followers) + 1 >= MAX_GROUP_SIZE:
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_IS_FULL)
             return
@@ -300,4 +310,5 @@ def _member(peer_id: PeerID, announcement: RoundAnnouncement) -> GroupMember:
         can_be_dialled=announcement.can_be_dialled,
         cadence=announcement.cadence,
         codec=announcement.codec,
+        auxiliary=announcement.auxiliary,
     )

@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -27,16 +27,17 @@ from dht_config.records import FragmentClaim, PeerProfile, SwarmState, software_
 from peers.cadence import Cadence, is_due, pace
 from peers.context import RunContext
 from peers.contribution import shares
-from peers.daemon import answers_elsewhere, dial, refuses
+from peers.daemon import DialOutcome, answers_elsewhere, dial, refuses
 from peers.door import remember_addresses, remembered_addresses, set_clock
 from peers.gossip import Gossip, dht_publishing_seconds, dht_reading_seconds
 from peers.lineage import Claim, has_quorum
 from peers.membership import Member, View, read_view
 from peers.messages import Ask, AskHeader, News, NewsAsk, indices_of, mask_of
 from peers.news import Newsroom, newest
-from peers.pipe import Event
+from peers.pipe import Event, Waiting
 from peers.round import RoundVoid
 from peers.transport import TRANSPORT_ERRORS
+from peers.ways_in import best_first, split_line
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class Presence:
         self._goodbye = False
         self._own_record: Member | None = None
         self._known: set[str] = set()
+        self._answered: set[str] = set()
+        """Peers that did when we dialled them."""
         self._dead: dict[str, float] = {}
         self._newsroom = Newsroom(run.settings.run_id, run.own_id, run.clock.now)
         self._status: Status = self.first_status
@@ -101,9 +104,14 @@ class Presence:
         """Samples per second as last published: what the others reckon with."""
 
     @property
+    def auxiliary(self) -> bool:
+        """Whether this peer does not train: no quorum counts it."""
+        return self._run.settings.role == "serving"
+
+    @property
     def first_status(self) -> Status:
         """What this peer announces before it trains."""
-        return "syncing" if self._run.settings.role == "training" else "serving"
+        return "serving" if self.auxiliary else "syncing"
 
     async def publish_manifest(self) -> None:
         run_id, payload = self._run.settings.run_id, self._run.signed_manifest.to_payload()
@@ -237,20 +245,28 @@ class Presence:
         self._known = set(members)
         if not fresh:
             return
-        for peer in fresh:
-            good, _ = parse_addresses(members[peer].profile.addresses[:ADDRESSES_PER_PEER])
-            for address in good:
-                if address.peer_id == peer:
-                    self._run.tasks.spawn(self._greet(address))
-        texts = [text for peer in members for text in members[peer].profile.addresses]
-        remember_addresses(
-            self._run.settings.remembered_peers_path,
-            [*texts, *(address.text for address in self._run.settings.addresses)],
-        )
+        self._run.tasks.spawn(self._greet_all({peer: members[peer].profile.addresses for peer in fresh}))
 
-    async def _greet(self, address: Address) -> None:
+    async def _greet_all(self, fresh: Mapping[str, Sequence[str]]) -> None:
+        ways = {peer: parse_addresses(texts[:ADDRESSES_PER_PEER])[0] for peer, texts in fresh.items() if texts}
+
+        async def greet(peer: str, addresses: Sequence[Address]) -> str | None:
+            good = [address for address in addresses if address.peer_id == peer]
+            return peer if any(await asyncio.gather(*(self._greet(address) for address in good))) else None
+
+        self._answered -= fresh.keys()
+        self._answered |= set(filter(None, await asyncio.gather(*(greet(*way) for way in ways.items()))))
+        addresses = {peer: member.profile.addresses for peer, member in self.view.members.items()}
+        named = [peer for peer in self.present() if addresses.get(peer)]
+        if line := split_line(len(named), len(self._answered.intersection(named))):
+            self._run.training.send(Waiting(line))
+        path, given = self._run.settings.remembered_peers_path, self._run.settings.addresses
+        earlier = [address.text for address in remembered_addresses(path)]
+        remember_addresses(path, best_first(addresses, self._answered, earlier, given=[one.text for one in given]))
+
+    async def _greet(self, address: Address) -> bool:
         async with self._dialling:
-            await dial(self._run.p2p, address)
+            return (await dial(self._run.p2p, address)).outcome is DialOutcome.CONNECTED
 
     async def _reach_out(self) -> None:
         """Nobody was heard of for a while: dial and ping anew, since hivemind forgets nodes that do not answer."""
@@ -286,19 +302,34 @@ class Presence:
         return frozenset(peer for peer in self.present() if is_due(self._run.schedule, tick, cadences[peer]))
 
     def likely_leaders(self, tick: int) -> frozenset[bytes]:
-        """Ids of the peers that can lead a tick's group, since others can dial them."""
-        members = self.view.members
-        return frozenset(
-            PeerID.from_base58(peer).to_bytes() for peer in self.expected(tick) if members[peer].profile.addresses
-        )
+        """Ids of the peers that can lead a tick's group: those of its members, else helpers, that others can dial."""
+        dialled = {peer for peer, member in self.view.members.items() if member.profile.addresses}
+        serving = {peer for peer in dialled if self.view.members[peer].profile.status == "serving"}
+        return frozenset(PeerID.from_base58(peer).to_bytes() for peer in (self.expected(tick) & dialled) or serving)
 
     def is_quorum(self, members: Collection[str]) -> bool:
-        """Whether these peers, ourselves among them, may make the next version of a fragment."""
+        """Whether these training peers, ourselves among them if we train, may make the next version of a fragment."""
+        if self.auxiliary:  # one that is alone needs no help
+            return len(members) > 1 and has_quorum(members, self.present())
         return has_quorum(members, {*self.present(), self._own_peer})
 
+    def needs_help(self, peers: Collection[str]) -> bool:
+        """Whether these peers cannot reach each other: several, none of which can be dialled."""
+        return len(peers) > 1 and not any(self.view.members[peer].profile.addresses for peer in peers)
+
+    def can_meet(self, peer: str) -> bool:
+        """Whether a peer of the view can dial us, or we it."""
+        return self._run.can_be_dialled or bool(self.view.members[peer].profile.addresses)
+
     def is_held(self, tick: int) -> bool:
-        """Whether enough peers for a next version take part in a tick's round, if we do."""
-        return self.is_quorum({*self.expected(tick), self._own_peer})
+        """Whether enough peers for a next version take part in a tick's round, if we do.
+
+        For an auxiliary peer: whether they could not hold it by themselves.
+        """
+        expected = self.expected(tick)
+        if self.auxiliary:
+            return self.needs_help(expected) and self.is_quorum(expected)
+        return self.is_quorum({*expected, self._own_peer})
 
     def pace(self) -> int:
         """In which of its rounds a fragment gets a next version that we help to make."""
@@ -350,6 +381,12 @@ class Presence:
     def leaving(self) -> frozenset[str]:
         """Peers that said goodbye a moment ago: what only they hold must be fetched now or never."""
         return frozenset(peer for peer, member in self.view.members.items() if member.profile.status == "leaving")
+
+    @property
+    def may_lag(self) -> bool:
+        """Whether our bases may be a little behind: we only serve, nobody leaves, others can serve newcomers too."""
+        coming = {peer for peer, member in self.view.members.items() if member.profile.status == "syncing"}
+        return self.auxiliary and not self.leaving() and not self.needs_help(self.present() | coming)
 
     def look(self, peer: PeerID) -> None:
         """Somebody says that its records have changed: ask for them now. At most once in LOOK_SECONDS."""

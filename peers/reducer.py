@@ -192,8 +192,9 @@ class PartReducer:
         residual: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
     ) -> None:
         self._plan, self._own_index, self._rules, self._residual = plan, own_index, rules, residual
-        self._minimum = min(2, len(plan.members))
+        self._minimum = max(1, min(2, len(plan.training)))
         self._group = set(plan.groups[plan.group_of(own_index)])
+        contributors = {index for index in self._group if not plan.members[index].auxiliary}
         share = plan.share_of(own_index)
         self._counterparts = {} if share is None else {index: plan.group_of(index) for index in share.reducers}
         self._counterparts.pop(own_index, None)
@@ -215,7 +216,7 @@ class PartReducer:
                     stop,
                     out[start:stop],
                     at_root,
-                    self._group | (set(self._counterparts) if at_root else set()),
+                    contributors | (set(self._counterparts) if at_root else set()),
                     {member: rules.total_weight(plan.members[member], start, stop) for member in scope},
                 )
             )

@@ -97,6 +97,7 @@ class Round:
         self._call_reducer = call_reducer
         self._times, self._rules, self._on_arrival = times, rules, on_arrival
         self._codec = rules.codec_of(plan.members[own_index])
+        self._brings_nothing = plan.members[own_index].auxiliary
         self._last_seconds = last_seconds(times.deadline_seconds, len(plan.groups))
         self.lossy: list[SentPart] = []
         """What a lossy codec made of the contribution where it has been sent; grows until the last duty is done."""
@@ -406,7 +407,7 @@ class Round:
 
     async def _reduce_own(self, share: Share) -> None:
         try:
-            for part, (start, stop) in enumerate(share.parts):
+            for part, (start, stop) in enumerate(() if self._brings_nothing else share.parts):
                 values = await off_loop(stop - start, self._contribution.part, start, stop)
                 check_values(values)
                 await self.reducer.add(self.own_index, part, values)

@@ -11,6 +11,9 @@ shares are ``f = (T * b - 1) * m / (N - 2)``, T being the time at which they add
 A member that cannot be dialled, as behind NAT, gets no share: all that it sends and gets goes over connections
 that it opened itself. Nor does one whose line is too slow for every round, or not measured yet where most others' are.
 
+An *auxiliary* member, such as a bootstrap peer, brings nothing and is in no average. It gets a share only where members
+that train can give none. Those are the first of a plan, so that receipts, which name no others, have the same numbers.
+
 **Groups.** Above ``target_group_size`` members there are several groups, all ending on one base. Each group has one
 reducer for every share; the reducers of one share in different groups are counterparts. Group members send to their own
 group's reducers only. For each part one of the counterparts is the root: the others send it their group's weighted sum,
@@ -52,6 +55,8 @@ class GroupMember:
     """It takes part in one of so many rounds."""
     codec: CodecName = "int8"
     """Of its contribution, where the run leaves that to each peer."""
+    auxiliary: bool = False
+    """It does not train: it brings nothing, and no quorum counts it."""
 
     def mean_samples(self, size: int) -> float:
         """Samples that it brings, mean over the fragment's ``size`` elements."""
@@ -87,6 +92,11 @@ class RoundPlan:
     groups: tuple[tuple[int, ...], ...]
     shares: tuple[Share, ...]
 
+    @property
+    def training(self) -> tuple[GroupMember, ...]:
+        """The members that train: the first ones."""
+        return tuple(member for member in self.members if not member.auxiliary)
+
     def index(self, peer_id: PeerID) -> int | None:
         for position, member in enumerate(self.members):
             if member.peer_id == peer_id:
@@ -117,7 +127,7 @@ def plan_round(
     :param size: elements of the fragment
     :param part_elements: no part has more
     """
-    ordered = tuple(sorted(members, key=lambda member: member.peer_id.to_bytes()))
+    ordered = tuple(sorted(members, key=lambda member: (member.auxiliary, member.peer_id.to_bytes())))
     groups, reducers = _divide(ordered, target_group_size)
     speeds = _speeds(ordered)
     borders = share_borders(size, [min(speeds[index] for index in row) for row in reducers], len(ordered), len(groups))
@@ -153,15 +163,25 @@ def _divide(
 def _unable(members: Sequence[GroupMember], target_group_size: int) -> set[int]:
     """Who must not reduce; never all of them. That a member cannot be dialled weighs more than that it failed.
 
+    Auxiliary members do where no member that trains can be dialled, or each that can has failed most of the others.
+
     The slow ones least: given up as a reducer, one of them may complete a round that the others hold again without it.
     """
     failed = unreliable(members, target_group_size)
     undialled = {index for index, member in enumerate(members) if not member.can_be_dialled}
+    auxiliary = {index for index, member in enumerate(members) if member.auxiliary}
     slow = {index for index, member in enumerate(members) if member.cadence > min(one.cadence for one in members)}
     unmeasured = {index for index, member in enumerate(members) if not member.kilobits_per_second}
     if 2 * len(unmeasured) < len(members):  # else a few that are, or say so, would reduce everything
         slow |= unmeasured
-    choices = (failed | undialled | slow, failed | undialled, undialled, failed)
+    choices = (
+        failed | undialled | auxiliary | slow,
+        failed | undialled | auxiliary,
+        failed | undialled,
+        undialled | auxiliary,
+        undialled,
+        failed,
+    )
     return next(unable for unable in choices if len(unable) < max(1, len(members)))
 
 
@@ -230,7 +250,7 @@ def receipt_for(plan: RoundPlan, parts: Sequence[AveragedPart], version: int) ->
         tick=plan.tick,
         contributors=[
             Contributor(peer_id=member.peer_id.to_bytes(), samples=member.samples, steps=member.steps)
-            for member in plan.members
+            for member in plan.training
         ],
         parts=joined,
     )

@@ -73,7 +73,9 @@ class RoundKeeper:
         self._run, self._presence, self._bases, self._transport = run, presence, bases, transport
         averaging = run.manifest.averaging
         self._outer = build_outer_optimizer(run.manifest.outer_optimizer)
-        gradient = self._gradient = averaging.mode == "gradient"
+        gradient = averaging.mode == "gradient"
+        self._auxiliary = presence.auxiliary
+        self._may_skip_rounds = not gradient and not presence.auxiliary  # a step on gradients wants everybody's samples
         self._rules = Rules(
             codec=None if averaging.codec == "auto" else get_codec(averaging.codec),
             answer_codec=get_codec(averaging.answer_codec),
@@ -105,6 +107,7 @@ class RoundKeeper:
                 silent_leaders=silent_leaders,
                 can_be_dialled=run.can_be_dialled,
                 likely_members=presence.likely_leaders,
+                auxiliary=presence.auxiliary,
             )
             self._matchmaking[matchmaking.group_key_manager.current_key] = matchmaking
 
@@ -118,13 +121,13 @@ class RoundKeeper:
 
     async def keep_ticks(self) -> None:
         """Begin every tick's round in time to find a group by the tick's beginning."""
-        if self._run.settings.role == "serving":
+        if self._auxiliary and not self._run.can_be_dialled:
             await asyncio.Future()
         tick = self._run.schedule.next_tick(self._run.clock.now() + self._lead_seconds())
         while True:
             lead = self._lead_seconds()
             await asyncio.sleep(max(0.0, self._run.schedule.begins(tick) - lead - self._run.clock.now()))
-            if self._presence.announced:
+            if self._presence.announced or (self._auxiliary and self._presence.is_held(tick)):
                 self._run.tasks.spawn(self._hold_round(tick))
             tick = max(tick + 1, self._run.schedule.next_tick(self._run.clock.now() + lead - 0.01))
 
@@ -191,7 +194,35 @@ class RoundKeeper:
         if better is not None:
             self._missed(tick)
             raise RoundVoid(f"the swarm is at version {better.version}; fetching it first")
+        brought = self._nothing(tick, state) if self._auxiliary else await self._bring(tick, state, report)
+        before = ""
+        for attempt in range(ATTEMPTS):
+            report["attempts"] = attempt + 1
+            try:
+                await self._attempt(attempt, begins, state, brought, report)
+                if attempt and not report["reason"]:
+                    report["reason"] = f"{before}; the group re-formed"
+                return
+            except _Lost as lost:
+                again = self._next_attempt(tick)
+                if again is None or attempt == ATTEMPTS - 1:
+                    raise
+                begins, before = again, str(lost)
+
+    def _nothing(self, tick: int, state: FragmentState) -> _Brought:
+        """What an auxiliary peer brings."""
+        return _Brought(
+            tick=tick,
+            taken=SnapshotTaken(fragment=state.index, samples=0, steps=0),
+            spans=(PendingSpan(start=0, stop=state.size, samples=0, steps=0),),
+            values=Outgoing.of(torch.zeros(1).expand(state.size)),
+            codec=self._presence.cadence.chosen_codec,
+        )
+
+    async def _bring(self, tick: int, state: FragmentState, report: dict[str, Any]) -> _Brought:
+        """The snapshot that a training peer brings. :raises RoundVoid: it has none to bring"""
         self._forget_snapshots(state)
+        begins = self._run.schedule.begins(tick)
         taken = await self._run.training.snapshot(state, max(0.1, begins - self._run.clock.now()))
         if taken is None:
             raise RoundVoid("the training step was too long for a snapshot in time; it serves the next round")
@@ -207,22 +238,7 @@ class RoundKeeper:
         except InvalidPart as error:
             await self._discard_progress(state)
             raise RoundVoid("the local parameters had diverged; they were set back to the base") from error
-        brought = _Brought(
-            tick=tick, taken=taken, spans=spans, values=values, codec=self._presence.cadence.chosen_codec
-        )
-        before = ""
-        for attempt in range(ATTEMPTS):
-            report["attempts"] = attempt + 1
-            try:
-                await self._attempt(attempt, begins, state, brought, report)
-                if attempt and not report["reason"]:
-                    report["reason"] = f"{before}; the group re-formed"
-                return
-            except _Lost as lost:
-                again = self._next_attempt(tick)
-                if again is None or attempt == ATTEMPTS - 1:
-                    raise
-                begins, before = again, str(lost)
+        return _Brought(tick=tick, taken=taken, spans=spans, values=values, codec=self._presence.cadence.chosen_codec)
 
     def _forget_snapshots(self, state: FragmentState) -> None:
         """Of rounds without a result, the oldest first, if there are many: memory is for a few at a time."""
@@ -264,7 +280,7 @@ class RoundKeeper:
             target_group_size=self._run.manifest.averaging.target_group_size,
             part_elements=max(1, self._run.manifest.averaging.part_bytes // 4),
         )
-        report["group_size"], report["groups"] = len(members), len(plan.groups)
+        report["group_size"], report["groups"] = len(plan.training), len(plan.groups)
         weights = [member.mean_samples(state.size) for member in plan.members]
         own_index = plan.index(self._run.p2p.peer_id) or 0
         report["weight"] = weights[own_index]
@@ -279,12 +295,13 @@ class RoundKeeper:
             raise RoundVoid(
                 f"the group has {sum(weights):.0f} of the {self._needed_samples:.0f} samples that a step needs"
             )
-        note_contributed(
-            self._run.settings.run_directory,
-            state.index,
-            Counts(brought.taken.samples, brought.taken.steps),
-            len(self._run.fragments),
-        )
+        if not self._auxiliary:
+            note_contributed(
+                self._run.settings.run_directory,
+                state.index,
+                Counts(brought.taken.samples, brought.taken.steps),
+                len(self._run.fragments),
+            )
         began = self._run.clock.now()
         if len(members) == 1:
             average = await off_loop(state.size, brought.values.whole)
@@ -302,7 +319,7 @@ class RoundKeeper:
         self._presence.changed.set()
         report["outcome"] = "committed"
         report["seconds"] = self._run.clock.now() - began
-        late = sum(part.stop - part.start for part in parts if own_index not in part.included)
+        late = 0 if self._auxiliary else sum(part.stop - part.start for part in parts if own_index not in part.included)
         report["late_share"] = late / state.size
         if len(members) > 1:
             self._took_part(brought.tick, late=late > 0)
@@ -344,6 +361,8 @@ class RoundKeeper:
         """The group for this round: ourselves if the records show that we are alone. :raises RoundVoid:"""
         expected, taken, spans = self._presence.expected(brought.tick), brought.taken, brought.spans
         me = GroupMember(peer_id=self._run.p2p.peer_id, spans=spans, samples=taken.samples, steps=taken.steps)
+        if not expected and self._auxiliary:
+            raise RoundVoid("nobody needs help any more")
         if not expected:
             await self._presence.confirm_alone(begins)
             return b"alone", (me,)
@@ -361,6 +380,7 @@ class RoundKeeper:
             can_be_dialled=self._run.can_be_dialled,
             cadence=self._presence.cadence.announced,
             codec=brought.codec,
+            auxiliary=self._auxiliary,
         )
         times = search_times(
             begins,
@@ -386,10 +406,11 @@ class RoundKeeper:
         self._found_nobody = found is None
         if found is None:
             await self._presence.look_for_dead(expected)
-            if self._presence.is_quorum({str(me.peer_id)}):
+            if not self._auxiliary and self._presence.is_quorum({str(me.peer_id)}):
                 await self._presence.confirm_alone(begins)
                 return b"alone", (me,)
-            raise _Lost(f"no group of enough of the {len(expected) + 1} training peers came together")
+            training = len(expected) + (not self._auxiliary)
+            raise _Lost(f"no group of enough of the {training} training peers came together")
         return found
 
     async def _all_reduce(
@@ -420,7 +441,8 @@ class RoundKeeper:
         )
         self._register.add(current)
         state.unresolved_mates |= {str(member.peer_id) for member in plan.members}
-        state.contributes(plan.tick)
+        if not self._auxiliary:
+            state.contributes(plan.tick)
         state.sent = current.lossy
         began = self._run.clock.now()
         self._under_way[state.index] = current
@@ -446,8 +468,8 @@ class RoundKeeper:
     def _note_rate(self, plan: RoundPlan, measured: LineRate) -> None:
         """What a round's traffic says of our line, and what we make of it."""
         self._run.link_rate.note(measured)
-        if self._gradient:
-            return  # its steps want everybody's samples
+        if not self._may_skip_rounds:
+            return
         own = self._run.p2p.peer_id
         others_kilobits = sum(member.kilobits_per_second for member in plan.members if member.peer_id != own)
         rate = limiting(measured, self._run.link_rate.rate, others_kilobits).at_most(self._run.allowance.rate)
@@ -464,11 +486,11 @@ class RoundKeeper:
         self._tell_cadence(self._presence.cadence.after_round(plan.tick, rate, use))
 
     def _took_part(self, tick: int, *, late: bool) -> None:
-        if not self._gradient:
+        if self._may_skip_rounds:
             self._tell_cadence(self._presence.cadence.took_part(tick, late=late))
 
     def _missed(self, tick: int) -> None:
-        if not self._gradient:
+        if self._may_skip_rounds:
             self._tell_cadence(self._presence.cadence.missed(tick))
 
     def _tell_cadence(self, changed: bool) -> None:

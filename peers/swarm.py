@@ -35,10 +35,10 @@ from peers.dial_back import DialBackDesk
 from peers.direct import DirectTransport, listen_next_to
 from peers.door import (
     answer_seconds,
-    can_be_dialled,
     enter_dht,
     fetch_manifest,
     find_someone,
+    hosts_reached,
     remember_addresses,
     remembered_addresses,
     set_clock,
@@ -68,6 +68,7 @@ from peers.silence import Silence
 from peers.tasks import Tasks
 from peers.training_link import TrainingLink
 from peers.transport import TRANSPORT_ERRORS, DaemonTransport, Transport
+from peers.ways_in import announced, clock_line
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +225,8 @@ class Swarm:
             return SwarmServicer.get_stub(p2p, peer, namespace=rpc_namespace(settings.run_id))
 
         await set_clock(self._clock, stub, peers, newcomer=True)
+        if line := clock_line(self._clock.offset_seconds):
+            waiting(line)
         validator = SwarmRecordValidator(
             settings.run_id,
             settings.identity,
@@ -233,9 +236,8 @@ class Swarm:
         own = tuple(str(address) for address in await p2p.get_visible_maddrs(latest=True))
         # Whoever names an address of a router or a relay knows better than we could find out.
         if own and peers and not settings.network.announce:
-            port = parse_address(own[0]).transport.port
-            if not await can_be_dialled(stub, peers, port):
-                own = ()
+            hosts = await hosts_reached(stub, peers, parse_address(own[0]).transport.port)
+            own = announced(own, hosts) if hosts is not None else ()
         node = await enter_dht(p2p, validator, known, asks_only=not own)
         answer = partial(wait_for_answer, node, peers, wait_seconds=settings.wait_seconds, on_waiting=waiting)
         measured_seconds = await answer()

@@ -20,7 +20,7 @@ from harness import marked_processes, needs_links
 
 from p2p_trainer.links import LinkSpec, Network
 
-pytestmark = [pytest.mark.swarm, needs_links]
+pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
 
 PROBE = [sys.executable, "-IS", str(Path(__file__).with_name("probe.py"))]
 UNHURRIED = LinkSpec()

@@ -8,7 +8,7 @@ import signal
 import pytest
 from harness import Swarm, needs_links
 
-pytestmark = [pytest.mark.swarm, needs_links]
+pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
 
 
 def test_a_killed_peer_on_a_slow_line_is_told_and_the_other_goes_on(swarm: Swarm) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import Swarm, assert_digests_agree, assert_no_traceback, needs_links, small_manifest
 
-pytestmark = [pytest.mark.swarm, needs_links]
+pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
 
 
 def test_a_slow_line_takes_part_in_every_fourth_round_and_holds_nobody_up(swarm: Swarm) -> None:

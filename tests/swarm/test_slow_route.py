@@ -9,7 +9,7 @@ from harness import FRAGMENTS, START_SECONDS, Swarm, assert_no_traceback, needs_
 
 from p2p_trainer.links import LinkSpec
 
-pytestmark = [pytest.mark.swarm, needs_links]
+pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
 
 LINE = "10M/700ms/1%"
 """Worse ones work as well but take minutes: measured from start to ``join``, 3 s: 79 s; 3 s and 20 %: 216 s, and not

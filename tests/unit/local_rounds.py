@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,7 +42,11 @@ def plan_for(
     target_group_size: int = 64,
     speeds: Sequence[int] = (),
     codecs: Sequence[CodecName] = (),
+    behind_nat: Collection[int] = (),
+    auxiliary: int = 0,
 ) -> RoundPlan:
+    """:param auxiliary: so many more members that train nothing, the last ones"""
+    nothing = [whole(size, 0)] * auxiliary
     return plan_round(
         group_id=GROUP_ID,
         tick=17,
@@ -55,9 +59,11 @@ def plan_for(
                 samples=100 + max(span.samples for span in own),
                 steps=10 + max(span.steps for span in own),
                 kilobits_per_second=speeds[index] if speeds else 0,
-                codec=codecs[index] if codecs else "int8",
+                codec=codecs[index] if codecs and index < len(codecs) else "int8",
+                can_be_dialled=index not in behind_nat,
+                auxiliary=index >= len(spans),
             )
-            for index, own in enumerate(spans)
+            for index, own in enumerate([*spans, *nothing])
         ],
         target_group_size=target_group_size,
         part_elements=part_elements,

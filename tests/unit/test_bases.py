@@ -93,6 +93,8 @@ class Peer:
             ),
             present=swarm.training,
             leaving=lambda: swarm.leaving,
+            can_meet=lambda peer: peer not in swarm.out_of_reach,
+            may_lag=False,
             refresh=swarm.refresh,
             caught_up=False,
             changed=asyncio.Event(),
@@ -146,6 +148,7 @@ class Swarm:
     def __init__(self, *, cycle_seconds: float = 1e9) -> None:
         self.schedule = Schedule(start_seconds=-1000 * cycle_seconds, tick_seconds=cycle_seconds / 2, fragments=2)
         self.leaving: frozenset[str] = frozenset()
+        self.out_of_reach: frozenset[str] = frozenset()
         self.peers: dict[str, Peer] = {}
         self.calls: list[tuple[str, str]] = []
         self.tamper: Tamper = lambda donor, asker, answer: answer
@@ -191,6 +194,35 @@ def test_a_newcomer_fetches_from_several_donors_and_says_how_far_it_is() -> None
         assert progress[0] == Syncing(0, 16 * SIZE) and progress[-1] == Syncing(16 * SIZE, 16 * SIZE)
         assert progress == sorted(progress, key=lambda told: told.bytes_received)
         assert len(progress) > 64
+
+    asyncio.run(scene())
+
+
+def test_donors_that_neither_side_can_dial_are_not_asked() -> None:
+    async def scene() -> None:
+        swarm = Swarm()
+        donors = [await swarm.add(f"donor-{number}", 3) for number in range(4)]
+        newcomer = await swarm.add("new")
+        swarm.out_of_reach = frozenset(str(donor.id) for donor in donors[1:])
+        await newcomer.sync()
+        assert_same_bases(newcomer, donors[0])
+        assert {donor for _, donor in swarm.calls} == {"donor-0"}
+
+    asyncio.run(scene())
+
+
+def test_a_round_that_only_the_auxiliary_peer_has_whole_is_fetched_from_it() -> None:
+    """Else it would be a version ahead of all others, who need it to hold their rounds."""
+
+    async def scene() -> None:
+        swarm = Swarm()
+        peers = [await swarm.add(f"donor-{number}", 3) for number in range(2)]
+        door = await swarm.add("door", 4)
+        (state, _) = peers[0].fragments
+        assert peers[0].keeper.better_claim(state) is None, "a door that did not average for us may say anything"
+        for peer in peers:
+            peer.fragments[0].unresolved_mates = frozenset(str(other.id) for other in (*peers, door))
+        assert peers[0].keeper.better_claim(state) == door.fragments[0].claim
 
     asyncio.run(scene())
 

@@ -22,6 +22,7 @@ from dht_config.address import Address, parse_address
 from dht_config.errors import AddressError, LimitsError, PortInUseError
 from dht_config.identity import load_or_create_identity
 from dht_config.network import NetworkSettings
+from peers import daemon
 from peers.daemon import (
     SOCKET_DIRECTORY_PREFIX,
     DialOutcome,
@@ -104,6 +105,52 @@ def test_dialling_tells_who_is_there_who_is_not_and_who_is_somebody_else(sockets
         assert wrong.actual_peer_id == str(first.peer_id)
         assert str(first.peer_id) in str(wrong)
         assert (await dial(second, address)).outcome is DialOutcome.CONNECTED
+
+    with_daemons(sockets, scene)
+
+
+def test_a_silent_address_does_not_hold_up_the_one_that_answers(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "STRAGGLER_SECONDS", 0.05)
+
+    async def scene(first: P2P, second: P2P, address: Address) -> None:
+        connect = second._client.connect
+
+        async def connect_or_wait(peer_id: object, transports: list[object]) -> None:
+            if "/ip6/" in str(transports[0]):
+                await asyncio.Event().wait()
+            await connect(peer_id, transports)
+
+        second._client.connect = connect_or_wait
+        silent = parse_address(f"/ip6/2001:db8::77/tcp/31337/p2p/{address.peer_id}")
+        reports = await dial_all(second, [silent, address, silent])
+        assert [report.address for report in reports] == [silent, address, silent]
+        outcomes = [report.outcome for report in reports]
+        assert outcomes == [DialOutcome.TIMED_OUT, DialOutcome.CONNECTED, DialOutcome.TIMED_OUT]
+
+    with_daemons(sockets, scene)
+
+
+def test_a_name_is_told_from_the_addresses_that_it_has(sockets: Path) -> None:
+    async def scene(first: P2P, second: P2P, address: Address) -> None:
+        shut = unused_port()
+        named = parse_address(f"/dns4/localhost/tcp/{shut}/p2p/{STRANGER}")
+        unknown = parse_address(f"/dns4/no-such-host.invalid/tcp/{shut}/p2p/{STRANGER}")
+        reports = [await dial(second, one) for one in (named, unknown)]
+        assert [report.outcome for report in reports] == [DialOutcome.REFUSED, DialOutcome.NOT_FOUND]
+
+    with_daemons(sockets, scene)
+
+
+def test_a_program_that_is_no_peer_is_told_from_a_shut_port(sockets: Path) -> None:
+    async def scene(first: P2P, second: P2P, address: Address) -> None:
+        async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            report = await dial(second, parse_address(f"/ip4/127.0.0.1/tcp/{port}/p2p/{STRANGER}"))
+        assert report.outcome is DialOutcome.NOT_A_PEER
 
     with_daemons(sockets, scene)
 
@@ -288,6 +335,9 @@ def test_a_daemon_that_does_not_start_is_said_in_one_line(sockets: Path, monkeyp
         ("failed to dial: * [{transport}] dial tcp4: i/o timeout", DialOutcome.TIMED_OUT),
         ("context deadline exceeded", DialOutcome.TIMED_OUT),
         ("no good addresses", DialOutcome.NOT_FOUND),
+        ("* [{transport}] dial tcp4: connect: no route to host", DialOutcome.NO_ROUTE),
+        ("* [{transport}] dial tcp6: connect: network is unreachable", DialOutcome.NO_ROUTE),
+        ("* [{transport}] failed to negotiate security protocol: EOF", DialOutcome.NOT_A_PEER),
         ("something new", DialOutcome.FAILED),
         (
             "* [/ip4/10.0.0.1/tcp/1] connect: connection refused\n* [{transport}] dial tcp4: i/o timeout",
@@ -302,7 +352,7 @@ def test_a_daemon_that_does_not_start_is_said_in_one_line(sockets: Path, monkeyp
 def test_the_daemons_answer_is_read_for_the_address_that_was_asked(message: str, outcome: DialOutcome) -> None:
     transport = "/ip4/203.0.113.7/tcp/31337"
     address = parse_address(f"{transport}/p2p/{STRANGER}")
-    report = _classify(address, transport, message.format(transport=transport))
+    report = _classify(address, [transport], message.format(transport=transport))
     assert report.outcome is outcome
     assert (report.actual_peer_id == "QmOther") is (outcome is DialOutcome.WRONG_PEER_ID)
     assert isinstance(report, DialReport) and str(report).startswith(address.text)

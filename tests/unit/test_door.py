@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hivemind.p2p import PeerID
 
-from peers.door import DIAL_PEERS, FAR_WAIT_SECONDS, NEAR_WAIT_SECONDS, answer_seconds, can_be_dialled
+from peers.door import DIAL_PEERS, FAR_WAIT_SECONDS, NEAR_WAIT_SECONDS, answer_seconds, hosts_reached
 from peers.messages import DialBack, DialedBack, DialedBackHeader
 from peers.presence import RECORD_SECONDS
 
@@ -42,29 +42,34 @@ def peer(number: int) -> PeerID:
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        ([], True),
-        ([True], True),
-        ([False], False),
-        ([True, True, False], False),
-        ([None], True),
-        (["silent"], True),
-        (["silent", False], False),
-        ([None, False], False),
-        ([True] * DIAL_PEERS + [False], True),
+        ([], ()),
+        ([True], ("192.0.2.0",)),
+        ([False], None),
+        ([True, True, False], None),
+        ([None], ()),
+        (["silent"], ()),
+        (["silent", False], None),
+        ([None, False], None),
+        (["silent", True, True], ("192.0.2.1", "192.0.2.2")),
+        (["nonsense", True], ("192.0.2.1",)),
+        ([True] * DIAL_PEERS + [False], ("192.0.2.0", "192.0.2.1", "192.0.2.2")),
     ],
 )
-def test_all_that_are_asked_and_answer_must_have_reached_us(answers: list[Any], expected: bool) -> None:
-    """None: it did not try."""
+def test_all_that_are_asked_and_answer_must_have_reached_us(answers: list[Any], expected: Any) -> None:
+    """None: it did not try. Where they reached us is what we announce."""
 
     def stub(asked: PeerID) -> Any:
         async def rpc_dial_back(request: DialBack, timeout: float) -> DialedBack:
             assert request.header is not None and (request.header.port, request.header.word) == (31337, None)
-            reached = answers[asked.to_bytes()[-1]]
+            number = asked.to_bytes()[-1]
+            reached = answers[number]
             if reached == "silent":
                 raise ConnectionResetError
-            return DialedBack(DialedBackHeader(host="192.0.2.1", reached=reached))
+            if reached == "nonsense":
+                return DialedBack(DialedBackHeader(host="/dns4/elsewhere", reached=True))
+            return DialedBack(DialedBackHeader(host=f"192.0.2.{number}", reached=reached))
 
         return SimpleNamespace(rpc_dial_back=rpc_dial_back)
 
     peers = [peer(number) for number in range(len(answers))]
-    assert asyncio.run(can_be_dialled(stub, peers, 31337)) is expected
+    assert asyncio.run(hosts_reached(stub, peers, 31337)) == expected

@@ -19,6 +19,7 @@ from peers.membership import Member, View
 from peers.messages import NewsAsk, NewsAskHeader
 from peers.presence import Presence
 from peers.round import RoundVoid
+from peers.settings import Role
 
 SCHEDULE = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=2)
 Status = Literal["syncing", "training", "serving", "leaving"]
@@ -43,7 +44,7 @@ def member(status: Status = "training", cadence: Literal[1, 2, 4] = 1, expires: 
 class Records(Presence):
     """Presence whose records are what the test says."""
 
-    def __init__(self, *, neighbours_answer: bool = True) -> None:
+    def __init__(self, *, neighbours_answer: bool = True, role: Role = "training") -> None:
         async def ping(peer: object) -> bool:
             return neighbours_answer
 
@@ -61,7 +62,7 @@ class Records(Presence):
             settings=SimpleNamespace(
                 run_id="digits-0123456789abcdef",
                 restart=0,
-                role="training",
+                role=role,
                 identity=SimpleNamespace(peer_id="own", public_key=b"key", sign=lambda message: b"signature"),
             ),
             training=SimpleNamespace(
@@ -204,3 +205,20 @@ def test_what_is_told_is_what_is_so_now() -> None:
     told = records._newsroom._news[b"own"].state
     assert records._newsroom.own != before
     assert told is not None and told.fragments[0].version == 0
+
+
+def test_who_may_lead_are_those_of_a_round_that_can_be_dialled_else_helpers() -> None:
+    ids = {name: PeerID(b"\x12\x20" + bytes([number]) * 32) for number, name in enumerate(("open", "nat", "door"))}
+
+    def of(name: str, status: Status, dialled: bool) -> tuple[str, Member]:
+        found = member(status)
+        addresses = ("/ip4/203.0.113.7/tcp/31337",) if dialled else ()
+        profile = found.profile.model_copy(update={"addresses": addresses})
+        return str(ids[name]), Member(profile=profile, expires=found.expires)
+
+    door, nat = of("door", "serving", dialled=True), of("nat", "training", dialled=False)
+    records = Records()
+    records.others(**dict([door, nat, of("open", "training", dialled=True)]))
+    assert records.likely_leaders(0) == {ids["open"].to_bytes()}
+    records.others(**dict([door, nat]))
+    assert records.likely_leaders(0) == {ids["door"].to_bytes()}, "the others cannot reach each other"

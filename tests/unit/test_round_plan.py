@@ -16,21 +16,29 @@ from peers.ledger import PendingSpan
 from peers.round_plan import GroupMember, RoundPlan, plan_round, share_borders, unreliable
 
 SPANS = (PendingSpan(start=0, stop=1, samples=1, steps=1),)
+NOTHING = (PendingSpan(start=0, stop=1, samples=0, steps=0),)
 
 
 def name(index: int) -> bytes:
     return b"\x12\x20" + index.to_bytes(2, "big") * 16
 
 
-def member(index: int, kilobits: int = 0, distrusted: Sequence[int] = (), can_be_dialled: bool = True) -> GroupMember:
+def member(
+    index: int,
+    kilobits: int = 0,
+    distrusted: Sequence[int] = (),
+    can_be_dialled: bool = True,
+    auxiliary: bool = False,
+) -> GroupMember:
     return GroupMember(
         peer_id=PeerID(name(index)),
-        spans=SPANS,
-        samples=1,
-        steps=1,
+        spans=NOTHING if auxiliary else SPANS,
+        samples=0 if auxiliary else 1,
+        steps=0 if auxiliary else 1,
         kilobits_per_second=kilobits,
         distrusted=tuple(name(other) for other in distrusted),
         can_be_dialled=can_be_dialled,
+        auxiliary=auxiliary,
     )
 
 
@@ -52,6 +60,8 @@ def plan(members: Sequence[GroupMember], size: int = 1000, target: int = 64, par
     target=st.integers(2, 12),
     part_elements=st.integers(1, 400),
     distrusted=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 39)), max_size=80),
+    behind_nat=st.sets(st.integers(0, 39)) | st.just(set(range(40))),
+    auxiliary=st.sets(st.integers(0, 39), max_size=3),
     seed=st.integers(0, 99),
 )
 def test_every_plan_gives_each_element_to_one_part_and_each_member_to_one_group(
@@ -60,10 +70,18 @@ def test_every_plan_gives_each_element_to_one_part_and_each_member_to_one_group(
     target: int,
     part_elements: int,
     distrusted: list[tuple[int, int]],
+    behind_nat: set[int],
+    auxiliary: set[int],
     seed: int,
 ) -> None:
     members = [
-        member(index, speed, [other for reporter, other in distrusted if reporter == index])
+        member(
+            index,
+            speed,
+            [other for reporter, other in distrusted if reporter == index],
+            can_be_dialled=index in auxiliary or index not in behind_nat,
+            auxiliary=index in auxiliary,
+        )
         for index, speed in enumerate(speeds)
     ]
     made = plan(members, size, target, part_elements)
@@ -75,9 +93,17 @@ def test_every_plan_gives_each_element_to_one_part_and_each_member_to_one_group(
     assert [start for start, _ in flat] == [0, *(stop for _, stop in flat)][:-1] and flat[-1][1] == size
     assert all(0 < stop - start <= part_elements for start, stop in flat)
     assert sorted(index for group in made.groups for index in group) == list(range(len(members)))
-    assert max(map(len, made.groups)) - min(map(len, made.groups)) <= max(1, len(members) // 3)
+    if not behind_nat and not auxiliary:
+        assert max(map(len, made.groups)) - min(map(len, made.groups)) <= max(1, len(members) // 3)
     reducers = [index for share in made.shares for index in share.reducers]
     assert len(reducers) == len(set(reducers))
+    assert made.training == made.members[: len(made.training)], "receipts know them by these numbers"
+    helping = [index for index in reducers if made.members[index].auxiliary]
+    failed = unreliable(made.members, target)
+    able = [index for index, one in enumerate(made.training) if one.can_be_dialled and index not in failed]
+    assert not (helping and able), "nobody has to help"
+    if any(one.can_be_dialled for one in made.members):
+        assert all(made.members[index].can_be_dialled for index in reducers)
     for share in made.shares:
         assert [made.group_of(index) for index in share.reducers] == list(range(len(made.groups)))
         assert {share.root(number) for number in range(len(share.parts))} <= set(share.reducers)
@@ -177,4 +203,9 @@ def test_who_cannot_be_dialled_reduces_nothing_unless_nobody_can() -> None:
     accused = [member(index, distrusted=[1], can_be_dialled=False) for index in (0, 2, 3)]
     assert reducers(plan([accused[0], member(1), *accused[1:]])) == {1}
     assert reducers(plan(homes)) == {0, 1, 2}
+    door = member(9, auxiliary=True)
+    assert reducers(plan([*homes, door])) == {3}, "the last of the members"
+    assert reducers(plan([*homes, door, member(8, auxiliary=True)])) == {3, 4}
+    assert reducers(plan([*homes, door, member(1)])) == {1}
+    assert reducers(plan([accused[0], member(1), *accused[1:], door])) == {4}, "it does what nobody else does well"
     assert len(plan([member(index, can_be_dialled=index > 8) for index in range(12)], target=4).groups) == 3

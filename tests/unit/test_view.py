@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from p2p_trainer.view import LiveView, PeerView, address_line, farewell, farewell_of_a_door, sentence
+from p2p_trainer.view import LiveView, PeerView, address_line, farewell, farewell_of_a_door, only_inside, sentence
 
 NOW = 1_800_000_000.0
 AVERAGING = PeerView(
@@ -239,6 +239,10 @@ def test_the_last_line_tells_what_was_done_and_whether_it_is_kept() -> None:
 def test_a_door_says_likewise() -> None:
     assert farewell_of_a_door(Path("/data/door"), "").startswith("Stopped serving; bases saved in /data/door.")
     assert "bases NOT saved (it did not end)" in farewell_of_a_door(Path("/data/door"), "it did not end")
+
+
+def test_a_door_that_only_its_network_can_dial_says_what_opens_it() -> None:
+    assert "--port 31337 --announce /ip4/ITS-PUBLIC-ADDRESS/tcp/31337" in only_inside(31337)
 
 
 def test_addresses_are_told_whole_and_with_their_reach() -> None:
