@@ -188,6 +188,7 @@ class BaseKeeper:
             possible_versions=possible_versions,
             groupmates=state.unresolved_mates,
             ancestors=state.ancestors,
+            has_vote=not self._presence.auxiliary,
             backers=state.backers - behind if self._run.clock.now() < state.backed_until else (),
         )
 

@@ -35,6 +35,7 @@ def choose_base(
     groupmates: Collection[str] = (),
     backers: Collection[str] = (),
     ancestors: Collection[bytes] = (),
+    has_vote: bool = True,
 ) -> Claim | None:
     """The base this peer should fetch, or None if it holds the right one (or nobody announces any).
 
@@ -46,6 +47,8 @@ def choose_base(
     :param claims: by peer id, without our own
     :param ancestors: digests of earlier bases in our own line, which are no reason to go back
     :param backers: peers that made our base with us; each stands behind it until its record tells of a later one
+    :param has_vote: whether our own base counts against a better one. Not that of a peer that does not train: where it
+        serves those who cannot reach each other, it and a newcomer would keep each other on a base of the past
     """
     plausible = {peer: claim for peer, claim in claims.items() if claim.version <= possible_versions}
     votes = Counter(plausible.values())
@@ -55,11 +58,12 @@ def choose_base(
         return max(votes, key=lambda claim: (votes[claim], claim.rank))
     waiting = [peer for peer in backers if peer not in plausible or plausible[peer].version < own.version]
     support_of_own = votes[own] + 1 + len(waiting)
+    needed = support_of_own if has_vote else support_of_own - 1
     missed = {plausible[peer] for peer in groupmates if peer in plausible}
     better = [
         claim
         for claim, count in votes.items()
-        if claim.rank > own.rank and (count >= support_of_own or (claim in missed and claim.version == own.version + 1))
+        if claim.rank > own.rank and (count >= needed or (claim in missed and claim.version == own.version + 1))
     ]
     everyone = sum(votes.values()) + 1
     better += [

@@ -174,13 +174,13 @@ class Presence:
     async def refresh(self, ask: Collection[str] = ()) -> None:
         """Read everyone's records, in the DHT and from a few peers, into a new view.
 
-        :param ask: peers, in base58, whose own word counts: they are asked in any case
+        :param ask: peers, in base58, whose own word counts: they are asked in any case, if they and we can meet
         """
         run_id = self._run.settings.run_id
         found, *_ = await asyncio.gather(
             self._run.node.get_many([profiles_key(run_id), states_key(run_id)], float("inf")),
             self._gossip.ask_some(self._gossip.partners(self.view.members, self._dead)),
-            *(self._gossip.ask(peer) for peer in {*ask} - {self._own_peer}),
+            *(self._gossip.ask(peer) for peer in {*ask} - {self._own_peer} if self.can_meet(peer)),
         )
         everyone = read_view(found, run_id, self._run.clock.now())
         self._read_dht_at = everyone.read_at
@@ -318,8 +318,9 @@ class Presence:
         return len(peers) > 1 and not any(self.view.members[peer].profile.addresses for peer in peers)
 
     def can_meet(self, peer: str) -> bool:
-        """Whether a peer of the view can dial us, or we it."""
-        return self._run.can_be_dialled or bool(self.view.members[peer].profile.addresses)
+        """Whether a peer can dial us, or we it, as far as we know."""
+        member = self.view.members.get(peer)
+        return self._run.can_be_dialled or member is None or bool(member.profile.addresses)
 
     def is_held(self, tick: int) -> bool:
         """Whether enough peers for a next version take part in a tick's round, if we do.

@@ -95,6 +95,7 @@ class Peer:
             leaving=lambda: swarm.leaving,
             can_meet=lambda peer: peer not in swarm.out_of_reach,
             may_lag=False,
+            auxiliary=name == "door",
             refresh=swarm.refresh,
             caught_up=False,
             changed=asyncio.Event(),
@@ -207,6 +208,24 @@ def test_donors_that_neither_side_can_dial_are_not_asked() -> None:
         await newcomer.sync()
         assert_same_bases(newcomer, donors[0])
         assert {donor for _, donor in swarm.calls} == {"donor-0"}
+
+    asyncio.run(scene())
+
+
+def test_a_door_and_a_newcomer_do_not_keep_each_other_behind_a_peer_that_only_the_door_can_meet() -> None:
+    async def scene() -> None:
+        swarm = Swarm()
+        one = await swarm.add("donor-one", 4)
+        two = await swarm.add("donor-two", 3)
+        door = await swarm.add("door", 3)
+        assert door.keeper.better_claim(door.fragments[0]) == one.fragments[0].claim
+        assert two.keeper.better_claim(two.fragments[0]) == one.fragments[0].claim
+        await swarm.add("donor-three", 3)
+        assert door.keeper.better_claim(door.fragments[0]) is None, "most are there"
+        for name in ("donor-one", "donor-three"):
+            del swarm.peers[name]
+        door.be_at(9)
+        assert door.keeper.better_claim(door.fragments[0]) is None, "one that comes back does not set it back"
 
     asyncio.run(scene())
 
