@@ -14,6 +14,7 @@ from dht_config.records import SignedManifest
 from peers.allowance import Allowance
 from peers.clock import Schedule, SwarmClock
 from peers.fragment_state import FragmentState
+from peers.life import Life
 from peers.line import LinkRate
 from peers.servicer import SwarmServicer
 from peers.settings import SwarmSettings
@@ -38,6 +39,7 @@ class RunContext:
     training: TrainingLink
     tasks: Tasks
     allowance: Allowance
+    life: Life
     link_rate: LinkRate = field(default_factory=LinkRate)
 
     @property

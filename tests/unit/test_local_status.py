@@ -27,25 +27,42 @@ def write(directory: Path, *kinds: str, at: float = 1000.0, **fields: Any) -> No
             file.write(json.dumps({"time": at, "event": kind, **fields}) + "\n")
 
 
+def lives(directory: RunDirectory, state: str, reason: str = "so it is") -> None:
+    directory.keep_state(state, reason)
+
+
 def test_a_peer_is_healthy_from_its_entry_into_the_swarm_to_its_goodbye(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "peer")
-    assert (look(directory.path, 1000.0).state, look(directory.path, 1000.0).healthy) == ("starts", False)
+    begun = look(directory.path, 1000.0)
+    assert (begun.state, begun.healthy) == ("joining: looking for peers of the run", False)
+    lives(directory, "syncing")
+    assert not look(directory.path, 1000.0).healthy, "it has no base yet"
     write(directory.path, *TRAINING, samples=80)
+    assert look(directory.path, 1000.0).healthy, "it trains, if only on its own"
+    lives(directory, "training")
     peer = look(directory.path, 1010.0)
-    assert (peer.state, peer.samples, peer.healthy, peer.seconds_since_event) == ("trains", 80, True, 10.0)
+    assert (peer.state, peer.samples, peer.healthy, peer.seconds_since_event) == ("training: so it is", 80, True, 10.0)
+    lives(directory, "isolated", "nobody has answered for 40 s")
+    cut_off = look(directory.path, 1010.0)
+    assert (cut_off.state, cut_off.healthy) == ("isolated: nobody has answered for 40 s", False)
+    lives(directory, "leaving")
+    assert not look(directory.path, 1010.0).healthy
     write(directory.path, "leave", reason="terminated")
     directory.close()
     left = look(directory.path, 1010.0)
     assert left.state == "not running: left (terminated)" and not left.healthy
     again = RunDirectory(directory.path)
-    write(directory.path, "machine", at=1020.0)
-    assert look(directory.path, 1021.0).state == "starts", "what it did before it was started again does not count"
+    write(again.path, "machine", at=1020.0)
+    lives(again, "joining")
+    peer = look(again.path, 1021.0)
+    assert (peer.samples, peer.healthy) == (None, False), "what it did before it was started again does not count"
     again.close()
 
 
 def test_a_peer_that_was_killed_does_not_run_and_one_that_hangs_is_not_healthy(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "peer")
     write(directory.path, *TRAINING)
+    lives(directory, "training")
     late = look(directory.path, 1000.0 + STALE_SECONDS + 1)
     assert late.running and not late.healthy and "nothing was heard" in late.state
     directory.close()
@@ -55,8 +72,9 @@ def test_a_peer_that_was_killed_does_not_run_and_one_that_hangs_is_not_healthy(t
 def test_a_bootstrap_peer_without_volunteers_says_nothing_and_is_well(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "bootstrap")
     write(directory.path, "join")
+    lives(directory, "serving")
     door = look(directory.path, 1e6)
-    assert (door.role, door.state, door.healthy) == ("serving", "serves", True)
+    assert (door.role, door.state, door.healthy) == ("serving", "serving: so it is", True)
     directory.close()
 
 
@@ -73,8 +91,9 @@ def test_health_is_that_one_runs_and_none_that_runs_hangs(tmp_path: Path) -> Non
     one, other = RunDirectory(tmp_path / "a/peer"), RunDirectory(tmp_path / "b/peer")
     assert [path.parent.name for path in peers_below(tmp_path)] == ["a", "b"]
     write(one.path, *TRAINING)
+    lives(one, "training")
     assert not is_healthy([look(path, 1000.0) for path in peers_below(tmp_path)]), "the other one only starts"
-    write(other.path, "join")
+    lives(other, "serving")
     assert is_healthy([look(path, 1000.0) for path in peers_below(tmp_path)])
     assert not is_healthy([look(path, 1e6) for path in peers_below(tmp_path)])
     one.close()
@@ -111,8 +130,8 @@ def test_the_command_ends_with_what_a_health_check_wants(tmp_path: Path) -> None
     assert nobody.exit_code == int(ExitCode.CHECKS_FAILED) and "No peer was ever started" in nobody.stdout
     directory = RunDirectory(tmp_path / "data/p2p-trainer/runs/a-0123456789abcdef/peer")
     begun = CliRunner().invoke(app, ["status", "--local"])
-    assert begun.exit_code == int(ExitCode.CHECKS_FAILED) and "starts" in begun.stdout
-    write(directory.path, "join")
+    assert begun.exit_code == int(ExitCode.CHECKS_FAILED) and "joining" in begun.stdout
+    lives(directory, "serving")
     assert CliRunner().invoke(app, ["status", "--local"]).exit_code == 0
     told = json.loads(CliRunner().invoke(app, ["status", "--local", "--dir", str(directory.path), "--json"]).stdout)
     assert told["healthy"] is True and told["peers"][0]["running"] is True
