@@ -110,6 +110,7 @@ class Router:
         self._up = [Line(random.Random(f"{seed} up {index}")) for index in range(len(devices))]
         self._down = [Line(random.Random(f"{seed} down {index}")) for index in range(len(devices))]
         self._connected = [True] * len(devices)
+        self._part = [0] * len(devices)
         self._index = {socket.inet_aton(address(index + 1)): index for index in range(len(devices))}
         self._homes = {number - 1: HomeRouter(socket.inet_aton(address(number))) for number in behind_nat}
         self._order = count()
@@ -124,6 +125,10 @@ class Router:
     def connect(self, peer: int, connected: bool) -> None:
         """Cut the peer off, in both directions and with what is on the way, or take it back."""
         self._connected[peer] = connected
+
+    def split(self, parts: Sequence[int]) -> None:
+        """Nothing passes between peers of different parts any more; of each peer, which one it is in."""
+        self._part = list(parts)
 
     def run(self, commands: int) -> None:
         """Until the descriptor of the commands ends."""
@@ -147,7 +152,9 @@ class Router:
                     self._obey(json.loads(line))
 
     def _obey(self, command: Mapping[str, Any]) -> None:
-        if "connected" in command:
+        if "parts" in command:
+            self.split(command["parts"])
+        elif "connected" in command:
             self.connect(command["peer"], command["connected"])
         else:
             self.change(command["peer"], command["up"], command["down"])
@@ -167,7 +174,7 @@ class Router:
                     continue
                 packet = leaving
             receiver = self._index.get(packet[16:20])
-            if receiver is None or not self._connected[sender]:
+            if receiver is None or not self._connected[sender] or self._part[sender] != self._part[receiver]:
                 continue
             due = self._up[sender].admit(now, len(packet))
             if due is not None:

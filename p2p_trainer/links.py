@@ -235,6 +235,11 @@ class Network:
         """Connect a peer again."""
         self._tell(peer=self._numbers[peer] - 1, connected=True)
 
+    def split(self, *parts: Collection[str]) -> None:
+        """Cut these parts off from each other, and from whoever is in none of them. Without any, all is whole again."""
+        part_of = {peer: number for number, part in enumerate(parts, start=1) for peer in part}
+        self._tell(parts=[part_of.get(peer, 0) for peer in self._numbers])
+
     def _tell(self, **command: Any) -> None:
         router = self._router
         if router is None or router.stdin is None:

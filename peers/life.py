@@ -70,6 +70,11 @@ class Life:
         self._on_change = on_change
         self.state, self.reason = BIRTH
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether rounds may count on this peer."""
+        return self.state in ("training", "serving")
+
     def happens(self, what: What, about: str = "") -> bool:
         """Returns whether this led to another state. The reason may change without."""
         before = self.state

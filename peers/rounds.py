@@ -163,7 +163,7 @@ class RoundKeeper:
         elif self._run.allowance.is_used_up:
             report["due"] = False
             report["reason"] = USED_UP
-        elif self._run.life.state != "training":
+        elif not self._run.life.takes_part:
             report["due"] = False
             report["reason"] = self._run.life.reason
         elif not self._presence.is_held(tick):
