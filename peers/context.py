@@ -30,8 +30,8 @@ class RunContext:
     clock: SwarmClock
     p2p: P2P
     node: DHTNode
-    addresses: tuple[str, ...]
-    """Ours, as others may dial them; empty if nobody can, as behind NAT."""
+    addresses: list[str]
+    """Ours, as others may dial them; empty if nobody can, as behind NAT. A line may come back with others."""
     signed_manifest: SignedManifest
     manifest: RunManifest
     schedule: Schedule

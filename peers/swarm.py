@@ -276,7 +276,7 @@ class Swarm:
             clock=self._clock,
             p2p=p2p,
             node=node,
-            addresses=own,
+            addresses=list(own),
             signed_manifest=configure.signed_manifest,
             manifest=run,
             schedule=Schedule(

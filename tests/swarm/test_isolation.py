@@ -50,11 +50,13 @@ def wait_for_seconds(swarm: Swarm, moment: float) -> None:
 
 @pytest.mark.namespaces
 @needs_links
-def test_a_peer_whose_line_is_down_is_isolated_not_alone_and_comes_back_by_itself(swarm: Swarm) -> None:
+def test_a_peer_whose_line_is_down_is_isolated_not_alone_and_comes_back_at_another_address(swarm: Swarm) -> None:
     names = ("one", "other", "lost")
     swarm.links(bootstrap="100M/10ms", **dict.fromkeys(names, "100M/10ms"))
     bootstrap = swarm.bootstrap()
-    one, other, lost = peers = [swarm.join(name, bootstrap.invite, 40) for name in names]
+    one, other = (swarm.join(name, bootstrap.invite, 40) for name in names[:2])
+    lost = swarm.join("lost", bootstrap.invite, 40, "--host", "0.0.0.0")
+    peers = [one, other, lost]
     swarm.wait_averaged(*peers, group=3, rounds=FRAGMENTS)
 
     swarm.network.down("lost")
@@ -69,9 +71,12 @@ def test_a_peer_whose_line_is_down_is_isolated_not_alone_and_comes_back_by_itsel
     assert not lost.rounds(after=cut + TICK_SECONDS), "the others train on: a version of its own would be a rival's"
     assert lost.events("train")[-1]["samples"] > trained
 
+    address = swarm.network.renumber("lost")
     swarm.network.up("lost")
     wait_back(swarm, lost, f"line down for {time.time() - cut:.0f} s", time.time(), 3)
     assert [event["state"] for event in lost.events("state")][-3:] == ["isolated", "syncing", "training"]
+    remembered = one.directory / "peers.json"
+    swarm.wait_until(lambda: f"/{address}/" in remembered.read_text(), "others know its new address", TO_NOTICE_SECONDS)
     swarm.leave_all()
     for peer in peers:
         assert assert_samples_add_up(peer)["dropped_samples"] == 0, "all that it trained by itself counts"

@@ -14,17 +14,26 @@ from hivemind.p2p import PeerID
 
 import peers.contact
 from dht_config.address import Address, parse_address
+from dht_config.network import NetworkSettings
 from peers.clock import Schedule
 from peers.contact import Contact
 
 ONE, OTHER = (PeerID(b"\x12\x20" + bytes([number]) * 32) for number in (1, 2))
 TICK_SECONDS = 3.0
+OLD, NEW = "/ip4/198.18.0.1/tcp/1", "/ip4/198.18.0.9/tcp/1"
 
 
 class Line:
     """A daemon, a DHT and a clock that do what the test says, and note what they are asked."""
 
-    def __init__(self, tmp_path: Path, addresses: list[str], answers: Callable[[PeerID, int], bool]) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        addresses: list[str],
+        answers: Callable[[PeerID, int], bool],
+        *,
+        can_be_dialled: bool = True,
+    ) -> None:
         self.dialled: list[str] = []
         self.disconnected: list[PeerID] = []
         self.forgiven: list[PeerID] = []
@@ -39,15 +48,21 @@ class Line:
         async def disconnect(peer: PeerID) -> None:
             self.disconnected.append(peer)
 
+        async def get_visible_maddrs(latest: bool) -> list[str]:
+            return [NEW]
+
         remembered = tmp_path / "peers.json"
         remembered.write_text(json.dumps(addresses))
         self.run: Any = SimpleNamespace(
-            p2p=SimpleNamespace(peer_id="own", _client=SimpleNamespace(disconnect=disconnect)),
+            p2p=SimpleNamespace(
+                peer_id="own", _client=SimpleNamespace(disconnect=disconnect), get_visible_maddrs=get_visible_maddrs
+            ),
+            addresses=[OLD] if can_be_dialled else [],
             node=SimpleNamespace(
                 protocol=SimpleNamespace(call_ping=call_ping),
                 blacklist=SimpleNamespace(register_success=self.forgiven.append),
             ),
-            settings=SimpleNamespace(addresses=(), remembered_peers_path=remembered),
+            settings=SimpleNamespace(addresses=(), network=NetworkSettings(), remembered_peers_path=remembered),
             schedule=Schedule(start_seconds=0.0, tick_seconds=TICK_SECONDS, fragments=2),
             clock=SimpleNamespace(now=lambda: self.now),
             stub=None,
@@ -113,6 +128,22 @@ def test_a_connection_that_broke_with_the_line_is_replaced(tmp_path: Path, monke
     line = Line(tmp_path, [f"/ip4/127.0.0.1/tcp/1/p2p/{ONE}"], lambda peer, ping: ping > 1)
     assert line.search(monkeypatch)
     assert line.disconnected == [ONE] and line.dialled == [str(ONE)] * 2
+
+
+@pytest.mark.parametrize("can_be_dialled", [True, False])
+def test_a_line_that_comes_back_with_another_address_is_announced_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_be_dialled: bool
+) -> None:
+    opened(monkeypatch)
+    answers = [False]
+    way = f"/ip4/127.0.0.1/tcp/1/p2p/{ONE}"
+    line = Line(tmp_path, [way], lambda peer, ping: answers[0], can_be_dialled=can_be_dialled)
+    line.search(monkeypatch)
+    before = [OLD] if can_be_dialled else []
+    assert line.run.addresses == before
+    answers[0] = True
+    line.search(monkeypatch)
+    assert line.run.addresses == ([NEW] if can_be_dialled else []), "who could not be dialled still cannot"
 
 
 def test_pauses_between_searches_grow_up_to_a_tick_until_somebody_answers(
