@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 from harness import (
     FRAGMENTS,
@@ -86,7 +88,7 @@ def test_a_peer_whose_line_is_down_is_isolated_not_alone_and_comes_back_at_anoth
 
 
 def test_a_peer_that_is_stopped_for_a_while_looks_first_and_comes_back(swarm: Swarm) -> None:
-    """All of it, in the middle of a round."""
+    """All of it, in the middle of a round; then its daemon alone."""
     bootstrap = swarm.bootstrap()
     one, other, asleep = peers = [swarm.join(name, bootstrap.invite, 40) for name in ("one", "other", "asleep")]
     swarm.wait_averaged(*peers, group=3, rounds=FRAGMENTS)
@@ -101,7 +103,13 @@ def test_a_peer_that_is_stopped_for_a_while_looks_first_and_comes_back(swarm: Sw
     assert any("stood still for" in event["reason"] for event in asleep.events("state"))
     assert state_of(asleep) == "training"
 
-    swarm.wait_averaged(*peers, group=3, after=time.time())
+    daemon = asleep.daemon_process()
+    daemon.suspend()
+    frozen = time.time()
+    swarm.wait_averaged(one, other, rounds=FRAGMENTS, after=frozen)
+    with suppress(psutil.NoSuchProcess):
+        daemon.resume()
+    wait_back(swarm, asleep, f"daemon stopped for {time.time() - frozen:.0f} s", time.time(), 3)
     swarm.leave_all()
     for peer in peers:
         assert assert_samples_add_up(peer)["dropped_samples"] == 0
