@@ -54,6 +54,8 @@ class RunDirectory:
         with suppress(OSError):  # a disk that is full; only ``status --local`` reads it
             os.ftruncate(self._lock.fileno(), 0)
             os.write(self._lock.fileno(), f"{os.getpid()}\n".encode())
+        with suppress(OSError):
+            (path / STATE_NAME).unlink(missing_ok=True)  # of a life before
 
     def close(self) -> None:
         self._lock.close()

@@ -18,6 +18,7 @@ from p2p_trainer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("untouched")
 
+BORN = "joining: looking for peers of the run"
 TRAINING = ("join", "training_started", "train")
 
 
@@ -34,7 +35,7 @@ def lives(directory: RunDirectory, state: str, reason: str = "so it is") -> None
 def test_a_peer_is_healthy_from_its_entry_into_the_swarm_to_its_goodbye(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "peer")
     begun = look(directory.path, 1000.0)
-    assert (begun.state, begun.healthy) == ("joining: looking for peers of the run", False)
+    assert (begun.state, begun.healthy) == (BORN, False)
     lives(directory, "syncing")
     assert not look(directory.path, 1000.0).healthy, "it has no base yet"
     write(directory.path, *TRAINING, samples=80)
@@ -144,6 +145,7 @@ def test_the_command_ends_with_what_a_health_check_wants(tmp_path: Path) -> None
 def test_a_peer_of_which_a_part_has_failed_is_not_healthy_until_it_is_back(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "peer")
     write(directory.path, "start", *TRAINING)
+    lives(directory, "training")
     assert look(directory.path, 1001.0).healthy
     write(directory.path, "fault", reason="The p2p daemon ended unexpectedly (exit code -9).", exit_code=22)
     ending = look(directory.path, 1002.0)
@@ -153,18 +155,21 @@ def test_a_peer_of_which_a_part_has_failed_is_not_healthy_until_it_is_back(tmp_p
     assert not between.running and "may come back" in between.state
     directory = RunDirectory(tmp_path / "peer")
     write(directory.path, "start")
-    assert (look(directory.path, 1003.0).state, look(directory.path, 1003.0).healthy) == ("starts", False)
+    assert (look(directory.path, 1003.0).state, look(directory.path, 1003.0).healthy) == (BORN, False)
     write(directory.path, *TRAINING)
+    lives(directory, "training")
     assert look(directory.path, 1004.0).healthy
     directory.close()
 
 
 def test_a_start_after_a_kill_is_not_taken_for_the_life_before(tmp_path: Path) -> None:
-    RunDirectory(tmp_path / "peer").close()
-    write(tmp_path / "peer", "start", *TRAINING)
+    killed = RunDirectory(tmp_path / "peer")
+    write(killed.path, "start", *TRAINING)
+    lives(killed, "training")
+    killed.close()
     again = RunDirectory(tmp_path / "peer")
     write(again.path, "start")
-    assert (look(again.path, 1001.0).state, look(again.path, 1001.0).healthy) == ("starts", False)
+    assert (look(again.path, 1001.0).state, look(again.path, 1001.0).healthy) == (BORN, False)
     again.close()
 
 
