@@ -79,7 +79,7 @@ MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_BODY_BYTES + 64
 DAEMON_PAUSE_SECONDS, DAEMON_ANSWER_SECONDS = 3.0, 4.0
 DAEMON_PATIENCE_LOOKS = 2
 """It is asked for its own addresses, which takes milliseconds. Three questions without an answer are 21 s at most: less
-than the RECORD_SECONDS after which a peer that hears nothing takes itself for alone and goes on by itself."""
+than the RECORD_SECONDS after which the others forget a peer that they do not hear of."""
 LEAVE_SECONDS = 6.0
 """For everything up to the goodbye and the handing over; its parts:"""
 LEAVE_ROUND_SECONDS = 3.0
