@@ -17,10 +17,11 @@ from dht_config.address import Address, parse_address
 from dht_config.network import NetworkSettings
 from peers.clock import Schedule
 from peers.contact import Contact
+from peers.daemon import DialOutcome, DialReport
 
 ONE, OTHER = (PeerID(b"\x12\x20" + bytes([number]) * 32) for number in (1, 2))
 TICK_SECONDS = 3.0
-OLD, NEW = "/ip4/198.18.0.1/tcp/1", "/ip4/198.18.0.9/tcp/1"
+OLD_HOST = "198.18.0.1"
 
 
 class Line:
@@ -48,16 +49,11 @@ class Line:
         async def disconnect(peer: PeerID) -> None:
             self.disconnected.append(peer)
 
-        async def get_visible_maddrs(latest: bool) -> list[str]:
-            return [NEW]
-
         remembered = tmp_path / "peers.json"
         remembered.write_text(json.dumps(addresses))
         self.run: Any = SimpleNamespace(
-            p2p=SimpleNamespace(
-                peer_id="own", _client=SimpleNamespace(disconnect=disconnect), get_visible_maddrs=get_visible_maddrs
-            ),
-            addresses=[OLD] if can_be_dialled else [],
+            p2p=SimpleNamespace(peer_id="own", _client=SimpleNamespace(disconnect=disconnect)),
+            addresses=[f"/ip4/{OLD_HOST}/tcp/1"] if can_be_dialled else [],
             node=SimpleNamespace(
                 protocol=SimpleNamespace(call_ping=call_ping),
                 blacklist=SimpleNamespace(register_success=self.forgiven.append),
@@ -67,20 +63,23 @@ class Line:
             clock=SimpleNamespace(now=lambda: self.now),
             stub=None,
         )
-        self.contact = Contact(self.run)
+        self.told: list[None] = []
+        self.contact = Contact(self.run, lambda: self.told.append(None))
 
     def search(self, monkeypatch: pytest.MonkeyPatch) -> bool:
-        async def dial(p2p: object, address: Address) -> None:
+        async def dial(p2p: object, address: Address) -> DialReport:
             self.dialled.append(address.peer_id)
+            return DialReport(address=address, outcome=DialOutcome.CONNECTED)
 
         async def set_clock(clock: object, stub: object, peers: list[PeerID], *, newcomer: bool) -> None:
             self.clock_asked += peers
 
         monkeypatch.setattr(peers.contact, "dial", dial)
         monkeypatch.setattr(peers.contact, "set_clock", set_clock)
-        told: list[None] = []
-        answered = asyncio.run(self.contact.search(lambda: told.append(None)))
-        assert len(told) == len(self.clock_asked) and answered == bool(told)
+        self.told.clear()
+        self.clock_asked.clear()
+        answered = asyncio.run(self.contact.search())
+        assert len(self.told) == len(self.clock_asked) and answered == bool(self.told)
         return answered
 
 
@@ -130,11 +129,36 @@ def test_a_connection_that_broke_with_the_line_is_replaced(tmp_path: Path, monke
     assert line.disconnected == [ONE] and line.dialled == [str(ONE)] * 2
 
 
-@pytest.mark.parametrize("can_be_dialled", [True, False])
-def test_a_line_that_comes_back_with_another_address_is_announced_with_it(tmp_path: Path, can_be_dialled: bool) -> None:
-    line = Line(tmp_path, [], lambda peer, ping: False, can_be_dialled=can_be_dialled)
-    asyncio.run(line.contact.renew_addresses())
-    assert line.run.addresses == ([NEW] if can_be_dialled else []), "who could not be dialled still cannot"
+def renewed(line: Line, monkeypatch: pytest.MonkeyPatch, listens: str, seen_at: str) -> list[str]:
+    async def get_visible_maddrs(latest: bool) -> list[str]:
+        return [f"/ip4/{listens}/tcp/1/p2p/{OTHER}"]
+
+    async def hosts_reached(stub: object, peers: list[PeerID], port: int) -> tuple[str, ...]:
+        assert peers == [ONE] and port == 1
+        return (seen_at,)
+
+    line.run.p2p.get_visible_maddrs = get_visible_maddrs
+    monkeypatch.setattr(peers.contact, "hosts_reached", hosts_reached)
+    asyncio.run(line.contact.renew_addresses([str(ONE)]))
+    return [address.split("/")[2] for address in line.run.addresses]
+
+
+def test_a_line_that_comes_back_with_another_address_is_announced_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = Line(tmp_path, [], lambda peer, ping: False)
+    assert renewed(line, monkeypatch, "192.168.0.4", "9.9.9.9") == [OLD_HOST], "what was found out at the start"
+    assert renewed(line, monkeypatch, "192.168.0.4", "9.9.9.9") == [OLD_HOST]
+    line.contact.came_back()
+    assert renewed(line, monkeypatch, "192.168.0.4", "9.9.9.9") == ["9.9.9.9", "192.168.0.4"]
+    assert renewed(line, monkeypatch, "198.18.0.9", "198.18.0.9") == ["198.18.0.9"], "another network"
+    assert len(line.told) == 2, "once for each change"
+
+
+def test_who_could_not_be_dialled_announces_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(tmp_path, [], lambda peer, ping: False, can_be_dialled=False)
+    line.contact.came_back()
+    assert renewed(line, monkeypatch, "198.18.0.9", "198.18.0.9") == []
 
 
 def test_pauses_between_searches_grow_up_to_a_tick_until_somebody_answers(
