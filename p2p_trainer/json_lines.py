@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-MAIN_EVENTS = frozenset({"join", "train", "eval", "round", "rebase", "fault", "leave"})
+MAIN_EVENTS = frozenset({"join", "train", "eval", "round", "rebase", "state", "fault", "leave"})
 TRAIN_SECONDS = 10.0
 """Between two ``train`` events, of which the metrics have one a second."""
 

@@ -45,6 +45,7 @@ NICENESS = -10
 """Peers that train take every core; a packet that is late by their turn would be a slower line."""
 SUBNET = "198.18"
 """RFC 2544's network for benchmarks. Not one of the private ones: libp2p dials those as a LAN, within 5 s."""
+NETMASK = "255.255.0.0"
 CONGESTION_CONTROL = "reno"
 """Every kernel lets a namespace have it; what TCP makes of losses must not depend on this machine's choice."""
 
@@ -101,15 +102,24 @@ class Line:
 class Router:
     """Carries packets between the peers' devices."""
 
-    def __init__(self, devices: Sequence[int], seed: int, behind_nat: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        devices: Sequence[int],
+        seed: int,
+        behind_nat: Collection[int] = (),
+        controls: Sequence[socket.socket] = (),
+    ) -> None:
         """
         :param devices: TUN descriptors of the peers, the first one's address being number 1
         :param behind_nat: numbers of the peers that have a router of their own
+        :param controls: a socket in each peer's namespace
         """
+        self._controls = controls
         self._devices = devices
         self._up = [Line(random.Random(f"{seed} up {index}")) for index in range(len(devices))]
         self._down = [Line(random.Random(f"{seed} down {index}")) for index in range(len(devices))]
         self._connected = [True] * len(devices)
+        self._part = [0] * len(devices)
         self._index = {socket.inet_aton(address(index + 1)): index for index in range(len(devices))}
         self._homes = {number - 1: HomeRouter(socket.inet_aton(address(number))) for number in behind_nat}
         self._order = count()
@@ -124,6 +134,16 @@ class Router:
     def connect(self, peer: int, connected: bool) -> None:
         """Cut the peer off, in both directions and with what is on the way, or take it back."""
         self._connected[peer] = connected
+
+    def split(self, parts: Sequence[int]) -> None:
+        """Nothing passes between peers of different parts any more; of each peer, which one it is in."""
+        self._part = list(parts)
+
+    def renumber(self, peer: int, number: int) -> None:
+        """Give a peer the address of another number; nobody is at its old one any more."""
+        set_address(self._controls[peer], address(number), NETMASK)
+        self._index = {held: index for held, index in self._index.items() if index != peer}
+        self._index[socket.inet_aton(address(number))] = peer
 
     def run(self, commands: int) -> None:
         """Until the descriptor of the commands ends."""
@@ -147,7 +167,11 @@ class Router:
                     self._obey(json.loads(line))
 
     def _obey(self, command: Mapping[str, Any]) -> None:
-        if "connected" in command:
+        if "parts" in command:
+            self.split(command["parts"])
+        elif "number" in command:
+            self.renumber(command["peer"], command["number"])
+        elif "connected" in command:
             self.connect(command["peer"], command["connected"])
         else:
             self.change(command["peer"], command["up"], command["down"])
@@ -167,7 +191,7 @@ class Router:
                     continue
                 packet = leaving
             receiver = self._index.get(packet[16:20])
-            if receiver is None or not self._connected[sender]:
+            if receiver is None or not self._connected[sender] or self._part[sender] != self._part[receiver]:
                 continue
             due = self._up[sender].admit(now, len(packet))
             if due is not None:
@@ -195,10 +219,10 @@ class Router:
                 os.write(self._devices[receiver], entering)
 
 
-def make_namespace(number: int, behind_nat: bool = False) -> tuple[int, int]:
+def make_namespace(number: int, behind_nat: bool = False) -> tuple[int, int, socket.socket]:
     """A namespace with a device of the address of this number, or of a private one that leads everywhere.
 
-    Returns: the descriptors of namespace and device. This process is in it then.
+    Returns: the descriptors of namespace and device, and a socket in it. This process is in it then.
 
     :raises OSError: not permitted, or no TUN on this machine
     """
@@ -208,21 +232,26 @@ def make_namespace(number: int, behind_nat: bool = False) -> tuple[int, int]:
     namespace = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", _DEVICE, _IFF_TUN | _IFF_NO_PI))
-    own_address, netmask = (PRIVATE_ADDRESS, PRIVATE_NETMASK) if behind_nat else (address(number), "255.255.0.0")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for request, content in (
-            (_SIOCSIFADDR, _internet_address(own_address)),
-            (_SIOCSIFNETMASK, _internet_address(netmask)),
-            (_SIOCSIFMTU, struct.pack("i20x", MTU_BYTES)),
-            (_SIOCSIFFLAGS, struct.pack("H22x", _IFF_UP | _IFF_RUNNING)),
-        ):
-            fcntl.ioctl(control, request, struct.pack("16s24s", _DEVICE, content))
-        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _IFF_UP | _IFF_RUNNING))
-        if behind_nat:
-            _add_default_route(control)
+    own_address, netmask = (PRIVATE_ADDRESS, PRIVATE_NETMASK) if behind_nat else (address(number), NETMASK)
+    control = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    set_address(control, own_address, netmask)
+    for request, content in (
+        (_SIOCSIFMTU, struct.pack("i20x", MTU_BYTES)),
+        (_SIOCSIFFLAGS, struct.pack("H22x", _IFF_UP | _IFF_RUNNING)),
+    ):
+        fcntl.ioctl(control, request, struct.pack("16s24s", _DEVICE, content))
+    fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", _IFF_UP | _IFF_RUNNING))
+    if behind_nat:
+        _add_default_route(control)
     with suppress(OSError), open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as setting:
         setting.write(CONGESTION_CONTROL)
-    return namespace, device
+    return namespace, device, control
+
+
+def set_address(control: socket.socket, own_address: str, netmask: str) -> None:
+    """Give the device of a socket's namespace an address, in place of the one it has. :raises OSError:"""
+    for request, content in ((_SIOCSIFADDR, own_address), (_SIOCSIFNETMASK, netmask)):
+        fcntl.ioctl(control, request, struct.pack("16s24s", _DEVICE, _internet_address(content)))
 
 
 def _add_default_route(control: socket.socket) -> None:
@@ -239,7 +268,7 @@ def _internet_address(text: str) -> bytes:
     return struct.pack("HH4s16x", socket.AF_INET, 0, socket.inet_aton(text))
 
 
-def make_namespaces(peers: int, behind_nat: Collection[int]) -> list[tuple[int, int]]:
+def make_namespaces(peers: int, behind_nat: Collection[int]) -> list[tuple[int, int, socket.socket]]:
     """One for each number from 1. This process stays in the last one: it needs no network. :raises OSError:"""
     return [make_namespace(number, number in behind_nat) for number in range(1, peers + 1)]
 
@@ -278,9 +307,10 @@ def main() -> None:
     except OSError as error:
         print(json.dumps({"error": f"{error.filename or 'making a network namespace'}: {error.strerror}"}), flush=True)
         return
-    found = {"namespaces": [namespace for namespace, _ in made], "user_namespace": user_namespace}
+    found = {"namespaces": [namespace for namespace, _, _ in made], "user_namespace": user_namespace}
     print(json.dumps(found), flush=True)
-    Router([device for _, device in made], seed, behind_nat).run(sys.stdin.fileno())
+    router = Router([device for _, device, _ in made], seed, behind_nat, [control for _, _, control in made])
+    router.run(sys.stdin.fileno())
 
 
 if __name__ == "__main__":

@@ -146,7 +146,8 @@ class Network:
         if len(links) > MAX_PEERS:
             raise RehearsalError(problem=f"{len(links)} emulated links are too many.", remedy=f"At most {MAX_PEERS}.")
         self._links = dict(links)
-        self._numbers = {peer: number for number, peer in enumerate(links, start=1)}
+        self._positions = {peer: position for position, peer in enumerate(links)}
+        self._numbers = {peer: position + 1 for peer, position in self._positions.items()}
         self._behind_nat = frozenset(behind_nat)
         self._seed = seed
         self._router: subprocess.Popen[str] | None = None
@@ -198,7 +199,7 @@ class Network:
         """
         if self._router is None:
             raise ValueError("the network does not stand")
-        namespace = Path("/proc", str(self._router.pid), "fd", str(self._namespaces[self._numbers[peer] - 1]))
+        namespace = Path("/proc", str(self._router.pid), "fd", str(self._namespaces[self._positions[peer]]))
         user = [f"--user=/proc/{self._router.pid}/ns/user", "--preserve-credentials"] if self._user_namespace else []
         return ["nsenter", *user, f"--net={namespace}", "--", *command]
 
@@ -218,7 +219,7 @@ class Network:
         """Give a peer another line. Packets on the way arrive as they would have; those after them do not overtake."""
         self._links[peer] = spec
         self._tell(
-            peer=self._numbers[peer] - 1,
+            peer=self._positions[peer],
             up=_direction(spec, spec.up_bits_per_second),
             down=_direction(spec, spec.down_bits_per_second),
         )
@@ -229,11 +230,25 @@ class Network:
 
     def down(self, peer: str) -> None:
         """Cut a peer off: whatever is sent to it or by it, or under way, is lost; nobody is told."""
-        self._tell(peer=self._numbers[peer] - 1, connected=False)
+        self._tell(peer=self._positions[peer], connected=False)
 
     def up(self, peer: str) -> None:
         """Connect a peer again."""
-        self._tell(peer=self._numbers[peer] - 1, connected=True)
+        self._tell(peer=self._positions[peer], connected=True)
+
+    def renumber(self, peer: str) -> str:
+        """Give a peer that is not behind NAT another address, as a line does that comes back; returns it."""
+        if peer in self._behind_nat:
+            raise ValueError(f"{peer} is behind NAT: its address is its router's")
+        number = max(len(self._links), *self._numbers.values()) + 1
+        self._tell(peer=self._positions[peer], number=number)
+        self._numbers[peer] = number
+        return self.address(peer)
+
+    def split(self, *parts: Collection[str]) -> None:
+        """Cut these parts off from each other, and from whoever is in none of them. Without any, all is whole again."""
+        part_of = {peer: number for number, part in enumerate(parts, start=1) for peer in part}
+        self._tell(parts=[part_of.get(peer, 0) for peer in self._numbers])
 
     def _tell(self, **command: Any) -> None:
         router = self._router

@@ -9,17 +9,19 @@ from __future__ import annotations
 import fcntl
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2p_trainer.run_directory import LOCK_NAME, METRICS_NAME
+from p2p_trainer.run_directory import LOCK_NAME, METRICS_NAME, STATE_NAME
+from peers.life import BIRTH, State
 from peers.silence import is_stopped
 
 STALE_SECONDS = 900.0
 """A peer that trains writes an event every ten seconds; a step of a slow machine, or a fetch, may take minutes."""
+IN_THE_SWARM: Collection[State] = ("training", "serving")
 TAIL_BYTES = 256 * 1024
 """Of the metrics: some thousand events."""
 
@@ -33,7 +35,7 @@ class LocalPeer:
     """"training" or "serving"."""
     running: bool
     state: str
-    """In words."""
+    """In words: what it is doing, and why."""
     healthy: bool
     samples: int | None
     """Processed, as told last."""
@@ -49,6 +51,7 @@ def look(directory: Path, now: float) -> LocalPeer:
     """Read one peer's directory. :param now: unix seconds"""
     running = is_locked(directory / LOCK_NAME)
     stopped = running and is_stopped(_holder(directory / LOCK_NAME))
+    life = _state(directory / STATE_NAME)
     events = _last_start(_tail(directory / METRICS_NAME))
     role = "serving" if (directory / "organiser.key").exists() or directory.name == "bootstrap" else "training"
     kinds = {str(event["event"]) for event in events}
@@ -65,19 +68,17 @@ def look(directory: Path, now: float) -> LocalPeer:
         state = f"is ending: {reason}"
     elif stale:
         state = f"runs, but nothing was heard of it for {(age or 0.0) / 60:.0f} minutes"
-    elif "training_started" in kinds:
-        state = "trains"
-    elif "join" in kinds:
-        state = "serves" if role == "serving" else "is in the swarm"
     else:
-        state = "starts"
+        state = ": ".join(life)
     samples = [event["samples"] for event in events if event["event"] == "train" and "samples" in event]
     return LocalPeer(
         directory=str(directory),
         role=role,
         running=running,
         state=state,
-        healthy=running and "join" in kinds and not (stale or stopped or ends),
+        healthy=running
+        and not (stale or stopped or ends)
+        and (life[0] in IN_THE_SWARM or (life[0] == "syncing" and "train" in kinds)),
         samples=int(samples[-1]) if samples else None,
         seconds_since_event=age,
     )
@@ -111,6 +112,15 @@ def is_locked(path: Path) -> bool:
 def now() -> float:
     """This machine's clock, which events are written with."""
     return time.time()
+
+
+def _state(path: Path) -> tuple[str, str]:
+    """What a peer said last of what it is doing, and why."""
+    try:
+        told = json.loads(path.read_text())
+        return str(told["state"]), str(told["reason"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return BIRTH
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:

@@ -16,8 +16,10 @@ from dht_config.identity import Identity, OrganiserKey, load_or_create_identity,
 from dht_config.records import SignedManifest
 from p2p_trainer.limits import nearest_existing
 from peers.daemon import make_socket_directory
+from peers.notes import write_note
 
 SIGNED_MANIFEST_NAME = "manifest.signed"
+STATE_NAME = "state.json"
 METRICS_NAME = "metrics.jsonl"
 INVITE_NAME = "invite"
 LOCK_NAME = "lock"
@@ -52,6 +54,8 @@ class RunDirectory:
         with suppress(OSError):  # a disk that is full; only ``status --local`` reads it
             os.ftruncate(self._lock.fileno(), 0)
             os.write(self._lock.fileno(), f"{os.getpid()}\n".encode())
+        with suppress(OSError):
+            (path / STATE_NAME).unlink(missing_ok=True)  # of a life before
 
     def close(self) -> None:
         self._lock.close()
@@ -126,6 +130,10 @@ class RunDirectory:
     def archive_path(self) -> Path:
         """Where a bootstrap peer keeps snapshots."""
         return self.path / "archive"
+
+    def keep_state(self, state: str, reason: str) -> None:
+        """What the peer is doing and why, for whoever looks from outside; a full disk only keeps that from them."""
+        write_note(self.path / STATE_NAME, {"state": state, "reason": reason})
 
     def keep_invite(self, code: str) -> None:
         """For ``p2p-trainer invite``, which makes others of it."""

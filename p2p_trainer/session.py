@@ -62,6 +62,7 @@ from peers.pipe import (
     BeginTraining,
     Configure,
     Connected,
+    Event,
     FragmentMeta,
     Stopped,
     Synced,
@@ -156,7 +157,7 @@ class Session:
         raise_open_file_limit()
         self.directory = RunDirectory(path)
         try:
-            with MetricsWriter(self.directory.metrics_path, listener=self.listener.event) as self.metrics:
+            with MetricsWriter(self.directory.metrics_path, listener=self._heard) as self.metrics:
                 self.swarm = self._start_swarm()
                 self.prober: Prober | None = start_prober() if self.role == "training" else None
                 try:
@@ -178,6 +179,11 @@ class Session:
                     self.swarm.close()
         finally:
             self.directory.close()
+
+    def _heard(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "state":
+            self.directory.keep_state(event["state"], event["reason"])
+        self.listener.event(event)
 
     def _live(self) -> str:
         self.view.status(f"Looking for the run {self.target.run_id} ...")
@@ -288,6 +294,13 @@ class Session:
                     self.view.status(message.text)
                 elif isinstance(message, Syncing):
                     self.view.syncing(message.bytes_received, message.bytes_expected)
+                else:
+                    self._note_state(message)
+
+    def _note_state(self, message: Any) -> None:
+        """Where no trainer and no door does it: before there is one, and after."""
+        if isinstance(message, Event) and message.name == "state":
+            self.metrics.write(message.name, **message.fields)
 
     # ------------------------------------------------- manifest, model, bases
 
@@ -461,7 +474,7 @@ class Session:
             )
         )
         self.view.status("In the swarm: training begins. Ctrl-C leaves; the run goes on, and your progress is kept.")
-        peer_view = PeerView(run_id=self.target.run_id, state="training")
+        peer_view = PeerView(run_id=self.target.run_id, state="syncing")
         micro_batch, seed = plan.micro_batch, data_seed(self.target.run_id, connected.peer_id, self.restart)
         mode: Mode
         if manifest.averaging.mode == "gradient":
@@ -633,6 +646,8 @@ class Session:
                     return message
                 if trainer is not None:
                     trainer.handle(message)
+                else:
+                    self._note_state(message)
         return None
 
     def _last_word(self, trainer: Trainer | None = None) -> Stopped | None:

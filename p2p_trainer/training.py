@@ -355,13 +355,18 @@ class Trainer:
         fields = event.fields
         if event.name == "peers":
             self.peer_view.peers_in_swarm = fields["training"] + 1
+            self.peer_view.reason = fields["reason"]
             if isinstance(self.mode, GradientMode):
                 self.mode.share = fields["share"]
             if self.rotation is not None:
                 self.rotation.coverage = fields["coverage"]
             return
         self.metrics.write(event.name, **fields)
-        if event.name == "round":
+        if event.name == "state":
+            self.peer_view.state, self.peer_view.reason = fields["state"], fields["reason"]
+            if "isolated" in (fields["state"], fields["before"]):
+                self.view.status(f"{fields['state'].capitalize()}: {fields['reason']}.")
+        elif event.name == "round":
             if fields["outcome"] == "committed":
                 self.peer_view.last_round_at = time.time()
                 self.peer_view.last_group_size = fields["group_size"]
@@ -397,7 +402,7 @@ class Trainer:
             )
         )
         view = self.peer_view
-        view.state, view.samples_per_second = "training", rate
+        view.samples_per_second = rate
         view.loss = loss if loss is not None else view.loss
         view.processed_samples = accounts.samples
         if self.rotation is not None and accounts.samples:

@@ -28,6 +28,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from peers.life import State
+
 PLAIN_UPDATE_SECONDS = 10.0
 """Where lines stay (no terminal), the live line is printed at most this often."""
 REDRAW_SECONDS = 0.1
@@ -39,8 +41,10 @@ class PeerView:
     """What the live line tells. The training loop keeps one and changes it as things happen."""
 
     run_id: str
-    state: str = "training"
-    """One word; "training" goes without saying, others ("leaving") are said."""
+    state: State = "training"
+    """"training" goes without saying, others ("leaving") are said."""
+    reason: str = ""
+    """Why the peer is in that state."""
     peers_in_swarm: int = 1
     """Training peers that the records show, this one included."""
     last_round_at: float | None = None
@@ -66,13 +70,16 @@ def sentence(view: PeerView, now: float) -> str:
 
     :param now: unix seconds on the clock that ``last_round_at`` was taken from.
     """
-    alone = view.peers_in_swarm <= 1
-    note = view.note
+    isolated = view.state == "isolated"
+    alone = view.peers_in_swarm <= 1 and not isolated
+    note = view.note if view.note != view.reason else ""
     clauses = []
-    if view.state and view.state != "training":
-        clauses.append(view.state[0].upper() + view.state[1:])
+    if view.state != "training":
+        clauses.append(view.state.capitalize() + (f": {view.reason}" if view.reason else ""))
 
-    if alone:
+    if isolated:
+        clauses.append("training goes on by itself")
+    elif alone:
         clauses.append(f"Alone in the swarm: {note or 'no other peer is training yet'}")
         note = ""
     else:
@@ -80,7 +87,7 @@ def sentence(view: PeerView, now: float) -> str:
         clauses.append(f"In the swarm with {others} {'other' if others == 1 else 'others'}")
 
     if view.last_round_at is None:
-        if alone:
+        if alone or isolated:
             clauses.append("not averaged yet")
         else:
             clauses.append(f"not averaged yet: {note or 'the first round is still to come'}")

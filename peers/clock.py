@@ -4,6 +4,10 @@ A peer's clock may be wrong by minutes. It measures the offset of several other 
 median and works in corrected time; a newcomer's own clock has no vote, later it votes with offset 0. No peer's claim
 about "the current epoch" is ever believed. A minority of lying clocks cannot move the median beyond the honest ones;
 a majority can.
+
+Somebody may set the machine's clock while a peer runs: what is read of it is its time at the start of the program, and
+from then on the time that has passed, which also counts while the machine is suspended. Where a system does not tell
+that (a virtual machine that was halted), the clock is behind until the others are asked again.
 """
 
 from __future__ import annotations
@@ -20,16 +24,26 @@ import hivemind.dht.protocol
 import hivemind.utils.timed_storage  # noqa: F401  (all imported so that install() finds their clocks)
 
 
-class SwarmClock:
-    """This machine's clock plus the measured offset to the swarm's, in seconds since the epoch."""
+def passed_seconds() -> float:
+    """Seconds since some moment before now, whatever is done to the machine's clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
-    def __init__(self, local: Callable[[], float] = time.time) -> None:
-        self._local = local
+
+class SwarmClock:
+    """This machine's clock plus the measured offset to the swarm's, in seconds since the epoch.
+
+    :param wall: the machine's clock, asked once
+    :param passed: counts seconds from then on
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.time, passed: Callable[[], float] = passed_seconds) -> None:
+        self._passed = passed
+        self._origin = wall() - passed()
         self.offset_seconds = 0.0
 
     def now(self) -> float:
         """Corrected time, seconds since the epoch."""
-        return self._local() + self.offset_seconds
+        return self._origin + self._passed() + self.offset_seconds
 
     def install(self) -> None:
         """Make hivemind's DHT and matchmaking expire their records by swarm time.

@@ -14,6 +14,7 @@ from dht_config.records import SignedManifest
 from peers.allowance import Allowance
 from peers.clock import Schedule, SwarmClock
 from peers.fragment_state import FragmentState
+from peers.life import Life
 from peers.line import LinkRate
 from peers.servicer import SwarmServicer
 from peers.settings import SwarmSettings
@@ -29,8 +30,8 @@ class RunContext:
     clock: SwarmClock
     p2p: P2P
     node: DHTNode
-    addresses: tuple[str, ...]
-    """Ours, as others may dial them; empty if nobody can, as behind NAT."""
+    addresses: list[str]
+    """Ours, as others may dial them; empty if nobody can, as behind NAT. A line may come back with others."""
     signed_manifest: SignedManifest
     manifest: RunManifest
     schedule: Schedule
@@ -38,6 +39,7 @@ class RunContext:
     training: TrainingLink
     tasks: Tasks
     allowance: Allowance
+    life: Life
     link_rate: LinkRate = field(default_factory=LinkRate)
 
     @property

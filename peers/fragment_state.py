@@ -194,12 +194,12 @@ class FragmentState:
         since = self.version
         if ancestor is not None:
             since = ancestor.version
-            if ancestor.version < self.version:
-                self.ledger = self.ledger.abandon(ancestor.ledger)
+            if ancestor.history != self.history:
+                self.ledger = self.ledger.change_line(_account_in(fetched.receipts, ancestor, own_id))
         elif self.version in line or fetched.claim.version < self.version:
             # It left ours before anything that we remember: nothing of what we were credited is known to be in it.
             since = min(self.version, *line)
-            self.ledger = self.ledger.abandon(Ledger.open(self.size))
+            self.ledger = self.ledger.change_line(Ledger.open(self.size))
         keep = ancestor is not None or not self.uncertain
         held: list[tuple[int, int]] = []
         for receipt in fetched.receipts:
@@ -282,6 +282,16 @@ def _line(fetched: FetchedBase) -> dict[int, bytes]:
         history = extend_history(history, receipt)
         line[receipt.version] = history
     return line
+
+
+def _account_in(receipts: Sequence[Receipt], ancestor: Milestone, own_id: bytes) -> Ledger:
+    """What a line holds of a peer's work, which remembers it as of one of its versions."""
+    ledger = ancestor.ledger
+    for receipt in receipts:
+        entry, ranges = receipt.ranges_of(own_id)
+        if receipt.version > ancestor.version and entry is not None:
+            ledger = ledger.credit(ranges, entry.samples, entry.steps)
+    return ledger
 
 
 def counts_at_start(state: FragmentState, saved: Counts, contributed: Counts) -> Counts:

@@ -97,13 +97,18 @@ class Ledger:
         """Give up pending work up to the cumulative counts: it is in no base and never will be."""
         return self._account(0, self.size, samples, steps, credited=False)
 
-    def abandon(self, ancestor: Ledger) -> Ledger:
-        """Leave the line of bases since ``ancestor`` was our ledger: what was credited in it since is dropped."""
+    def change_line(self, line: Ledger) -> Ledger:
+        """Leave our line of bases for another: what was credited in ours alone is dropped.
+
+        What the other one holds is credited, also what was dropped when we left that line before.
+
+        :param line: the account of our work in it
+        """
         return Ledger(
             _merge(
                 [
-                    replace(span, start=start, stop=stop, credited=min(span.credited, old.credited))
-                    for start, stop, (span, old) in _aligned(self, ancestor)
+                    replace(span, start=start, stop=stop, credited=min(span.samples, held.credited))
+                    for start, stop, (span, held) in _aligned(self, line)
                 ]
             )
         )

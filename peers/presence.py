@@ -3,7 +3,7 @@
 Records lie in the DHT, and go from peer to peer as news (``news.py``), which costs a fraction of reading them there.
 
 A peer that is silent is not gone: quorums count it until its record expires or its machine says that nobody listens
-there any more. A peer that hears of nobody is not alone until it knows what became of the others.
+there any more. A peer that hears of nobody is isolated, not alone, until it knows what became of the others.
 """
 
 from __future__ import annotations
@@ -13,31 +13,34 @@ import logging
 import math
 import random
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Literal
 
 from hivemind.p2p import PeerID
 
-from dht_config.address import Address, parse_addresses
+from dht_config.address import parse_addresses
 from dht_config.errors import IdentityError
 from dht_config.keys import manifest_key, profiles_key, run_manifest_key, states_key
 from dht_config.news import PeerNews, sign_news
 from dht_config.records import FragmentClaim, PeerProfile, SwarmState, software_version
+from dht_config.validators import PEER_RECORD_LIFETIME_SECONDS
 from peers.cadence import Cadence, is_due, pace
+from peers.company import Company
+from peers.contact import ADDRESSES_PER_PEER, Contact
 from peers.context import RunContext
 from peers.contribution import shares
-from peers.daemon import DialOutcome, answers_elsewhere, dial, refuses
-from peers.door import remember_addresses, remembered_addresses, set_clock
+from peers.daemon import answers_elsewhere, refuses
+from peers.door import set_clock
 from peers.gossip import Gossip, dht_publishing_seconds, dht_reading_seconds
+from peers.life import State, duration
 from peers.lineage import Claim, has_quorum
 from peers.membership import Member, View, read_view
 from peers.messages import Ask, AskHeader, News, NewsAsk, indices_of, mask_of
 from peers.news import Newsroom, newest
-from peers.pipe import Event, Waiting
+from peers.pipe import Event
 from peers.round import RoundVoid
 from peers.transport import TRANSPORT_ERRORS
-from peers.ways_in import best_first, split_line
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +54,17 @@ REACH_OUT_SECONDS = 2 * PUBLISH_SECONDS
 MANIFEST_SECONDS = 600.0
 MANIFEST_PUBLISH_SECONDS = 60.0
 CLOCK_SECONDS = 60.0
-DIALS_AT_ONCE = 8
-ADDRESSES_PER_PEER = 4
+STILL_SECONDS = 5.0
+"""A process that did not run for so long may have missed rounds: its machine was suspended, or it was stopped."""
 ALONE_NEIGHBOURS = 4
 LOOK_SECONDS = 0.5
 HAND_OVER_POLL_SECONDS = 0.25
 HAND_OVER_PEERS = 8
+USED_UP = "what may be moved in a day has been moved; training goes on alone until midnight UTC"
 
 Status = Literal["syncing", "training", "serving", "leaving"]
+ANNOUNCED: Mapping[State, Status] = {"training": "training", "serving": "serving", "leaving": "leaving"}
+"""What our record says in these states; nobody counts on us in the others."""
 
 
 class Presence:
@@ -81,20 +87,15 @@ class Presence:
         self._own_peer = str(run.settings.identity.peer_id)
         self._goodbye = False
         self._own_record: Member | None = None
-        self._known: set[str] = set()
-        self._answered: set[str] = set()
-        """Peers that did when we dialled them."""
         self._dead: dict[str, float] = {}
         self._newsroom = Newsroom(run.settings.run_id, run.own_id, run.clock.now)
-        self._status: Status = self.first_status
         self._gossip = Gossip(self._newsroom, run.stub, run.clock.now, lambda: run.node.protocol.wait_timeout)
         self._to_ask: set[str] = set()
         """Peers that say that their records have changed."""
         self._read_dht_at = float("-inf")
-        self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
         self._joined_at = run.clock.now()
-        self._heard_at = self._joined_at if heard_from_others else float("-inf")
-        self._reached_out = self._joined_at
+        self._company = Company(self._joined_at if heard_from_others else float("-inf"))
+        self._contact = Contact(run, self.changed.set)
         self._last_expiration = 0.0
         self._looked_at = 0.0
         self.step_fell_short = False
@@ -109,9 +110,9 @@ class Presence:
         return self._run.settings.role == "serving"
 
     @property
-    def first_status(self) -> Status:
-        """What this peer announces before it trains."""
-        return "serving" if self.auxiliary else "syncing"
+    def status(self) -> Status:
+        """What our record says that we do."""
+        return ANNOUNCED.get(self._run.life.state, "syncing")
 
     async def publish_manifest(self) -> None:
         run_id, payload = self._run.settings.run_id, self._run.signed_manifest.to_payload()
@@ -123,9 +124,9 @@ class Presence:
             )
         )
 
-    async def publish(self, status: Status) -> None:
+    async def publish(self) -> None:
         """Store our profile and our bases' claims in the DHT. What others are told of us from now on is the same."""
-        news = self.tell(status)
+        news = self.tell()
         run_id, own = self._run.settings.run_id, self._run.own_id
         stores = [self._run.node.store(profiles_key(run_id), news.profile.to_payload(), news.expires, subkey=own)]
         if news.state is not None:
@@ -133,9 +134,10 @@ class Presence:
         if not all(await asyncio.gather(*stores)):
             logger.debug("The DHT refused a record of ours")
 
-    def tell(self, status: Status) -> PeerNews:
-        """Make news of our profile and our bases' claims, for whoever asks."""
-        self._status, self._goodbye = status, status == "leaving"
+    def tell(self) -> PeerNews:
+        """Make news of our profile, with what we are doing, and our bases' claims, for whoever asks."""
+        status = self.status
+        self._goodbye = status == "leaving"
         training, progress = self._run.training.begun, self._run.training.progress
         self._rate = progress.samples_per_second or (training.samples_per_second if training else 0.0)
         profile = PeerProfile(
@@ -146,7 +148,7 @@ class Presence:
             credited_samples=progress.credited_samples,
             micro_batch=training.micro_batch if training else 0,
             device=training.device if training else "",
-            addresses=self._run.addresses[:16],
+            addresses=tuple(self._run.addresses[:16]),
             joined_at=self._joined_at,
             restart=self._run.settings.restart,
             cadence=self.cadence.announced,
@@ -167,8 +169,13 @@ class Presence:
         return news
 
     def _expiration(self, seconds: float) -> float:
-        """Later than any expiration given before: the DHT keeps the record that expires last."""
-        self._last_expiration = max(self._run.clock.now() + seconds, self._last_expiration + 0.001)
+        """Later than any expiration given before: the DHT keeps the record that expires last.
+
+        Except what nobody accepted, since our clock was far ahead when it was given.
+        """
+        now = self._run.clock.now()
+        before = self._last_expiration if self._last_expiration < now + PEER_RECORD_LIFETIME_SECONDS else 0.0
+        self._last_expiration = max(now + seconds, before + 0.001)
         return self._last_expiration
 
     async def refresh(self, ask: Collection[str] = ()) -> None:
@@ -200,18 +207,21 @@ class Presence:
     def answer_news(self, request: NewsAsk) -> News:
         """What others are to hear of us and of everybody."""
         if self.changed.is_set() and self._newsroom.own:
-            self.tell(self._status)  # the asker wants to know what is so now
+            self.tell()  # the asker wants to know what is so now
         return self._gossip.answer(request)
 
     def _see(self, found: Mapping[str, Member]) -> None:
-        """Make a new view of what was found and heard; if there has been no news for long, reach out."""
+        """Make a new view of what was found and heard; where there is no news for long, look for anybody."""
         now, before = self._run.clock.now(), self.view.members
         # A record that a search missed still stands until it expires: a hiccup must not make a peer think it is alone.
         standing = {peer: member for peer, member in before.items() if member.expires > now}
         members = newest(standing, found, self._newsroom.members())
         members.pop(self._own_peer, None)
         if any(peer not in before or member.expires > before[peer].expires for peer, member in members.items()):
-            self._heard_at = now
+            self._company.news(members, now)
+            if self._run.life.happens("answered"):
+                self.caught_up = False
+                self._contact.came_back()
         self.view = View(read_at=now, members=members)
         self._run.training.send(
             Event(
@@ -221,13 +231,29 @@ class Presence:
                     "known": len(members),
                     "share": self._share(),
                     "coverage": coverage((members[peer].profile for peer in self.present()), len(self._run.fragments)),
+                    "reason": self._run.life.reason,
                 },
             )
         )
-        self._meet(members)
-        if now - max(self._heard_at, self._reached_out) >= REACH_OUT_SECONDS:
-            self._reached_out = now
-            self._run.tasks.spawn(self._reach_out())
+        self._contact.meet(members, self.present())
+        if self._company.silent_seconds(now) >= REACH_OUT_SECONDS and self._contact.is_time_to_search(now):
+            self._run.tasks.spawn(self._search())
+
+    async def _search(self) -> None:
+        """Nobody was heard of for a while: look for anybody, and say so if nobody answers who may be there."""
+        answered = await self._contact.search()
+        if answered or self.auxiliary or not self._company.lost(self._gone()):
+            return
+        now = self._run.clock.now()
+        silence = duration(self._company.silent_seconds(now))
+        if self._company.give_up(now):
+            self._run.life.happens("given up", silence)
+        else:
+            self._run.life.happens("silent", silence)
+
+    def _gone(self) -> list[str]:
+        """Of the company, those that are known to have ended."""
+        return [peer for peer, member in self._company.members.items() if self._dead.get(peer, 0.0) >= member.expires]
 
     def _share(self) -> int:
         """Samples that this peer should bring to the next step on averaged gradients."""
@@ -238,45 +264,6 @@ class Presence:
         # Somebody does not bring what it advertised: take over, more at every refresh, until a step succeeds.
         self._extra = min(batch, 2 * self._extra + max(1, batch // 16)) if self.step_fell_short else 0
         return min(batch, share + self._extra)
-
-    def _meet(self, members: dict[str, Member]) -> None:
-        """Connect to peers we have not met, and remember the way to all of them."""
-        fresh = [peer for peer in members if peer not in self._known]
-        self._known = set(members)
-        if not fresh:
-            return
-        self._run.tasks.spawn(self._greet_all({peer: members[peer].profile.addresses for peer in fresh}))
-
-    async def _greet_all(self, fresh: Mapping[str, Sequence[str]]) -> None:
-        ways = {peer: parse_addresses(texts[:ADDRESSES_PER_PEER])[0] for peer, texts in fresh.items() if texts}
-
-        async def greet(peer: str, addresses: Sequence[Address]) -> str | None:
-            good = [address for address in addresses if address.peer_id == peer]
-            return peer if any(await asyncio.gather(*(self._greet(address) for address in good))) else None
-
-        self._answered -= fresh.keys()
-        self._answered |= set(filter(None, await asyncio.gather(*(greet(*way) for way in ways.items()))))
-        addresses = {peer: member.profile.addresses for peer, member in self.view.members.items()}
-        named = [peer for peer in self.present() if addresses.get(peer)]
-        if line := split_line(len(named), len(self._answered.intersection(named))):
-            self._run.training.send(Waiting(line))
-        path, given = self._run.settings.remembered_peers_path, self._run.settings.addresses
-        earlier = [address.text for address in remembered_addresses(path)]
-        remember_addresses(path, best_first(addresses, self._answered, earlier, given=[one.text for one in given]))
-
-    async def _greet(self, address: Address) -> bool:
-        async with self._dialling:
-            return (await dial(self._run.p2p, address)).outcome is DialOutcome.CONNECTED
-
-    async def _reach_out(self) -> None:
-        """Nobody was heard of for a while: dial and ping anew, since hivemind forgets nodes that do not answer."""
-        known = [*self._run.settings.addresses, *remembered_addresses(self._run.settings.remembered_peers_path)]
-        addresses = list(
-            {address.text: address for address in known if address.peer_id != str(self._run.p2p.peer_id)}.values()
-        )
-        await asyncio.gather(*(self._greet(address) for address in addresses))
-        peers = {PeerID.from_base58(address.peer_id) for address in addresses}
-        await asyncio.gather(*(self._run.node.protocol.call_ping(peer) for peer in peers))
 
     async def refuse_twin(self) -> None:
         """A copied identity: somebody else answers under our peer id at the addresses in our own record."""
@@ -345,7 +332,7 @@ class Presence:
         """
 
         async def look(peer: str) -> None:
-            member = self.view.members.get(peer)
+            member = self.view.members.get(peer) or self._company.members.get(peer)
             if member is None:
                 return
             good, _ = parse_addresses(member.profile.addresses[:ADDRESSES_PER_PEER])
@@ -357,27 +344,42 @@ class Presence:
     async def confirm_alone(self, begins: float) -> None:
         """Look again when the tick begins: whoever joins its round has announced itself by then. :raises RoundVoid:"""
         await asyncio.sleep(max(0.0, begins - self._run.clock.now()))
-        try:
-            await self.refresh()
-        except TRANSPORT_ERRORS as error:
-            raise RoundVoid("the records of other peers could not be read") from error
-        if not self.is_quorum({self._own_peer}):
-            raise RoundVoid("another peer has just joined; averaging with it from the next round on")
+        await self._read_again()
         neighbours = list(self._run.node.protocol.routing_table.uid_to_peer_id.values())[:ALONE_NEIGHBOURS]
-        if any(await asyncio.gather(*(self._run.node.protocol.call_ping(peer) for peer in neighbours))):
-            self._heard_at = self._run.clock.now()
-        elif self._run.clock.now() - self._heard_at < RECORD_SECONDS and not await self._all_are_gone():
+        answered = any(await asyncio.gather(*(self._run.node.protocol.call_ping(peer) for peer in neighbours)))
+        if self._company.members:
+            await self._confirm_gone(answered)
+        elif answered:
+            self._company.heard_at = self._run.clock.now()
+        elif self._company.silent_seconds(self._run.clock.now()) < RECORD_SECONDS and not await self._all_are_gone():
             # No records because nobody answers is not the same as nobody being there.
             raise RoundVoid("no other peer answers; waiting to be sure that this one is alone")
         if self._goodbye:
             # Whoever reads that goes on without us. Two that leave together would each think so of the other.
             raise RoundVoid("this peer has said goodbye")
 
+    async def _confirm_gone(self, answered: bool) -> None:
+        """Those whose records ran out unheard of have ended. :raises RoundVoid: or they train on without us"""
+        if answered:
+            await self._read_again()  # it may know them
+        await self.look_for_dead(self._company.members)
+        if self._company.lost(self._gone()):
+            raise RoundVoid("nobody has answered for a while; the others may train on elsewhere")
+
     async def _all_are_gone(self) -> bool:
-        """Whether everybody we heard of has left or is dead."""
+        """Whether everybody whose record stands has left or is dead."""
         left = [peer for peer, member in self.view.members.items() if member.profile.status != "leaving"]
         await self.look_for_dead(left)
         return bool(self.view.members) and all(peer in self._dead for peer in left)
+
+    async def _read_again(self) -> None:
+        """:raises RoundVoid: whoever reads that there are others is not alone"""
+        try:
+            await self.refresh()
+        except TRANSPORT_ERRORS as error:
+            raise RoundVoid("the records of other peers could not be read") from error
+        if not self.is_quorum({self._own_peer}):
+            raise RoundVoid("another peer has just joined; averaging with it from the next round on")
 
     def leaving(self) -> frozenset[str]:
         """Peers that said goodbye a moment ago: what only they hold must be fetched now or never."""
@@ -428,24 +430,25 @@ class Presence:
     async def keep(self, on_news: Callable[[], None]) -> None:
         published = manifest_published = self._run.clock.now()
         period = refresh_seconds(self._run.schedule.tick_seconds)
-        status = stored = self.first_status
+        life, stored = self._run.life, self.status
         while True:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), period)
             now = self._run.clock.now()
-            if status == "training" and self._run.allowance.is_used_up:
-                status, self.caught_up = "syncing", False
-                self.changed.set()
+            if self._run.allowance.is_used_up and life.happens("left out", USED_UP):
+                self._doubt_bases()
+            if self._run.training.begun is not None and self.caught_up:
+                life.happens("caught up")
             try:
                 if self.changed.is_set() or now - published >= PUBLISH_SECONDS:
                     self.changed.clear()
-                    if self._run.training.begun is not None and status == "syncing" and self.caught_up:
-                        status = "training"
+                    self._run.tasks.spawn(self._contact.renew_addresses(list(self.view.members)))
+                    status = self.status
                     if status != stored or now - published >= dht_publishing_seconds(len(self.view.members)):
-                        await self.publish(status)
+                        await self.publish()
                         stored, published = status, now
                     else:
-                        self.tell(status)
+                        self.tell()
                     self.announced = self.announced or status == "training"
                 if now - manifest_published >= MANIFEST_PUBLISH_SECONDS:
                     await self.publish_manifest()
@@ -456,6 +459,20 @@ class Presence:
                 logger.debug("Membership was not refreshed: %r", error)
                 continue
             on_news()
+
+    async def watch_time(self) -> None:
+        """Notice that this process did not run for a while: the swarm has gone on meanwhile."""
+        while True:
+            before = self._run.clock.now()
+            await asyncio.sleep(1.0)
+            still = self._run.clock.now() - before - 1.0
+            if still >= STILL_SECONDS and self._run.life.happens("stood still", duration(still)):
+                self._doubt_bases()
+
+    def _doubt_bases(self) -> None:
+        """The swarm may have gone on: nobody counts on us until our bases are its bases again."""
+        self.caught_up = False
+        self.changed.set()
 
     async def keep_clock(self) -> None:
         while True:

@@ -29,7 +29,7 @@ from peers.lineage import held_again
 from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
 from peers.pipe import Event, Rebased, SnapshotTaken
-from peers.presence import RECORD_SECONDS, Presence
+from peers.presence import RECORD_SECONDS, USED_UP, Presence
 from peers.reducer import BY_SAMPLES, MAX_BATCH, InvalidPart, Rules, check_outgoing, off_loop
 from peers.round import Round, RoundResult, RoundVoid
 from peers.round_plan import GroupMember, RoundPlan, element_samples, plan_round
@@ -162,10 +162,10 @@ class RoundKeeper:
             report["reason"] = f"on its line this peer takes part in 1 of {self._presence.cadence.announced} rounds"
         elif self._run.allowance.is_used_up:
             report["due"] = False
-            report["reason"] = "what may be moved in a day has been moved; training goes on alone until midnight UTC"
-        elif not self._presence.caught_up:
+            report["reason"] = USED_UP
+        elif not self._run.life.takes_part:
             report["due"] = False
-            report["reason"] = "the swarm may have gone on: looking at its bases first"
+            report["reason"] = self._run.life.reason
         elif not self._presence.is_held(tick):
             report["due"] = False
             report["reason"] = "most peers skip this round: their lines do not carry more"

@@ -45,11 +45,13 @@ from peers.door import (
     wait_for_answer,
 )
 from peers.fragment_state import FragmentState
+from peers.life import BIRTH, Life, State
 from peers.messages import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from peers.pipe import (
     BeginTraining,
     Configure,
     Connected,
+    Event,
     Failed,
     Progress,
     Quiesce,
@@ -77,7 +79,7 @@ MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_BODY_BYTES + 64
 DAEMON_PAUSE_SECONDS, DAEMON_ANSWER_SECONDS = 3.0, 4.0
 DAEMON_PATIENCE_LOOKS = 2
 """It is asked for its own addresses, which takes milliseconds. Three questions without an answer are 21 s at most: less
-than the RECORD_SECONDS after which a peer that hears nothing takes itself for alone and goes on by itself."""
+than the RECORD_SECONDS after which the others forget a peer that they do not hear of."""
 LEAVE_SECONDS = 6.0
 """For everything up to the goodbye and the handing over; its parts:"""
 LEAVE_ROUND_SECONDS = 3.0
@@ -96,6 +98,7 @@ class Swarm:
         self._clock = SwarmClock()
         self._training = TrainingLink(send)
         self._tasks = Tasks()
+        self._life = Life(self._tell)
         self._servicer = SwarmServicer(self._clock)
         self._fragments: tuple[FragmentState, ...] = ()
         self._presence: Presence | None = None
@@ -112,6 +115,7 @@ class Swarm:
         limit_message_size(MAX_MESSAGE_BYTES)
         self._clock.install()
         settings = self._settings
+        self._tell(None, *BIRTH)
         try:
             p2p = await start_daemon(settings.network, settings.identity.path, settings.socket_directory)
         except P2PTrainerError as error:
@@ -179,11 +183,18 @@ class Swarm:
         await presence.refresh()
         await presence.refuse_twin()
         await presence.publish_manifest()
-        await presence.publish(presence.first_status)
+        await presence.publish()
         await presence.refresh()
         await bases.sync(configure)
+        if self._settings.role == "serving":
+            self._life.happens("opened")
         presence.changed.set()
-        await asyncio.gather(presence.keep(on_news=bases.catch_up), presence.keep_clock(), rounds.keep_ticks())
+        await asyncio.gather(
+            presence.keep(on_news=bases.catch_up), presence.keep_clock(), presence.watch_time(), rounds.keep_ticks()
+        )
+
+    def _tell(self, before: State | None, state: State, reason: str) -> None:
+        self._training.send(Event("state", {"before": before, "state": state, "reason": reason}))
 
     async def _transport(self, p2p: P2P) -> Transport:
         """How rounds travel: directly if the settings allow it and this machine has a port for it."""
@@ -252,7 +263,10 @@ class Swarm:
             )
         remember_addresses(settings.remembered_peers_path, [address.text for address in [*known, *addresses]])
         self._training.send(Connected(peer_id=str(p2p.peer_id), addresses=own, signed_manifest=manifest))
+        if settings.role == "training":
+            self._life.happens("found")
         configure, arena = await self._configured
+        self._life.happens("measured")
         run = configure.signed_manifest.manifest()
         node.protocol.wait_timeout = answer_seconds(run.averaging.matchmaking_seconds, measured_seconds)
         self._fragments = _fragments(configure, arena, run)
@@ -262,7 +276,7 @@ class Swarm:
             clock=self._clock,
             p2p=p2p,
             node=node,
-            addresses=own,
+            addresses=list(own),
             signed_manifest=configure.signed_manifest,
             manifest=run,
             schedule=Schedule(
@@ -273,6 +287,7 @@ class Swarm:
             fragments=self._fragments,
             training=self._training,
             tasks=self._tasks,
+            life=self._life,
             allowance=Allowance(
                 settings.traffic_path,
                 time.time,
@@ -291,7 +306,7 @@ class Swarm:
             return
         # ValueError: a record that cannot be published. Whatever fails here, what we have is still to be saved.
         with suppress(ValueError, *TRANSPORT_ERRORS):
-            await asyncio.wait_for(self._presence.publish("leaving"), LEAVE_GOODBYE_SECONDS)
+            await asyncio.wait_for(self._presence.publish(), LEAVE_GOODBYE_SECONDS)
         with suppress(ValueError, *TRANSPORT_ERRORS):
             await asyncio.wait_for(self._presence.hand_over(), give_up - loop.time())
 
@@ -316,6 +331,7 @@ class Swarm:
         elif isinstance(message, Resume):
             self._training.resume()
         elif isinstance(message, Stop) and not self._stop.done():
+            self._life.happens("stopped", message.reason)
             self._stop.set_result(message.reason)
 
 

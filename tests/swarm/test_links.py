@@ -113,6 +113,32 @@ def test_a_line_loses_its_share_and_cut_off_nothing_arrives() -> None:
         assert len(measured(network, "lossy", "ping", "far", 20, 0.01)["milliseconds"]) == 20
 
 
+def test_a_split_network_carries_within_its_parts_alone() -> None:
+    links = {"a": UNHURRIED, "b": UNHURRIED, "far": UNHURRIED, "other": UNHURRIED}
+    with Network(links) as network, answering(network, "far"):
+
+        def answers(peer: str) -> int:
+            return len(measured(network, peer, "ping", "far", 10, 0.01)["milliseconds"])
+
+        network.split(("a", "far"))
+        assert (answers("a"), answers("b")) == (10, 0)
+        network.split(("a", "b"), ("far", "other"))
+        assert (answers("a"), answers("other")) == (0, 10)
+        network.split()
+        assert (answers("a"), answers("b"), answers("other")) == (10, 10, 10)
+
+
+def test_a_peer_gets_another_address_and_nobody_is_at_the_old_one() -> None:
+    with Network({"moves": UNHURRIED, "far": UNHURRIED}) as network:
+        before = network.address("moves")
+        after = network.renumber("moves")
+        assert after == network.address("moves") != before
+        with answering(network, "moves"), answering(network, "far"):
+            assert len(measured(network, "far", "ping", "moves", 10, 0.01)["milliseconds"]) == 10
+            assert measured(network, "far", "ping", before, 10, 0.01)["milliseconds"] == []
+            assert len(measured(network, "moves", "ping", "far", 10, 0.01)["milliseconds"]) == 10
+
+
 def test_peers_see_only_their_own_line_and_nothing_is_left_of_it() -> None:
     devices_here = sorted(os.listdir("/sys/class/net"))
     with (

@@ -140,7 +140,7 @@ def hivemind_clocks() -> Iterator[None]:
 
 
 def test_installing_makes_the_dht_and_matchmaking_follow_swarm_time(hivemind_clocks: None) -> None:
-    clock = SwarmClock(local=lambda: 1000.0)
+    clock = SwarmClock(wall=lambda: 1000.0, passed=lambda: 0.0)
     clock.offset_seconds = 234.0
     clock.install()
     for module in (
@@ -155,10 +155,25 @@ def test_installing_makes_the_dht_and_matchmaking_follow_swarm_time(hivemind_clo
 
 
 def test_installed_swarm_time_decides_what_has_expired(hivemind_clocks: None) -> None:
-    clock = SwarmClock(local=lambda: 1000.0)
+    clock = SwarmClock(wall=lambda: 1000.0, passed=lambda: 0.0)
     clock.install()
     storage = hivemind.utils.timed_storage.TimedStorage()
     assert storage.store("key", "value", expiration_time=1500.0)
     assert storage.get("key") is not None
     clock.offset_seconds = 600.0
     assert storage.get("key") is None
+
+
+def test_whatever_is_done_to_the_machines_clock_swarm_time_only_passes() -> None:
+    wall, passed = [1000.0], [50.0]
+    clock = SwarmClock(wall=lambda: wall[0], passed=lambda: passed[0])
+    for jump in (300.0, -600.0, 1e6):
+        wall[0] += jump
+        passed[0] += 1.0
+        assert clock.now() == 1000.0 + passed[0] - 50.0
+
+
+def test_swarm_time_is_this_machines_and_passes_as_fast() -> None:
+    clock = SwarmClock()
+    before = time.time()
+    assert abs(clock.now() - before) < 0.5

@@ -319,6 +319,47 @@ def test_if_receipts_do_not_reach_back_a_contribution_of_unknown_fate_is_dropped
     assert torch.equal(first.parameters, first.state.base)
 
 
+@pytest.mark.parametrize("rounds_before", [1, 4])
+def test_who_comes_back_to_a_line_has_the_credit_that_is_in_it_and_not_that_of_the_other(
+    pair: tuple[Peer, Peer], rounds_before: int
+) -> None:
+    """Whichever line is longer."""
+    first, second = pair
+    elsewhere = Peer(3)
+    for _ in range(rounds_before):
+        hold(pair, [[0, 1]], committing=[0, 1])
+    elsewhere.train(7)
+    for _ in range(2):
+        hold([elsewhere], [[0]], committing=[0])
+    assert first.adopt(elsewhere)
+    assert first.counts == (0, 8 * SIZE, 0)
+    first.train(5)
+    hold([first, elsewhere], [[0, 1]], committing=[0, 1])
+    assert first.counts == (5 * SIZE, 8 * SIZE, 0)
+    first.train(2)
+    assert first.adopt(second)
+    assert first.counts == (8 * SIZE, 5 * SIZE, 2 * SIZE)
+    assert first.state.total_element_samples == (8 + 4) * SIZE, "as the peers' accounts add up"
+
+
+def test_who_comes_back_to_a_line_has_the_credit_of_a_round_there_whose_answers_it_missed(
+    pair: tuple[Peer, Peer],
+) -> None:
+    first, second = pair
+    elsewhere = Peer(3)
+    hold(pair, [[0, 1]], committing=[0, 1])
+    first.train(3)
+    hold(pair, [[0, 1]], committing=[1])
+    for _ in range(2):
+        hold([elsewhere], [[0]], committing=[0])
+    assert first.adopt(elsewhere)
+    hold([first, elsewhere], [[0, 1]], committing=[0, 1])
+    assert first.counts == (3 * SIZE, 8 * SIZE, 0), "the other line knows nothing of that round"
+    assert first.adopt(second)
+    assert first.counts == (11 * SIZE, 0, 0)
+    assert first.state.total_element_samples == (8 + 3 + 4) * SIZE
+
+
 def test_newer_receipts_alone_do_not_tell_what_became_of_a_contribution(pair: tuple[Peer, Peer]) -> None:
     first, second = pair
     hold(pair, [[0, 1]], committing=[1])

@@ -156,7 +156,7 @@ def test_leaving_a_line_of_bases_drops_what_it_credited_since_and_nothing_else(
             ledger = ledger.drop(snapshot, snapshot)
         else:
             ledger = ledger.credit(event.ranges, snapshot, snapshot)
-    left = ledger.abandon(ancestor)
+    left = ledger.change_line(ancestor)
     then, now = per_element(ancestor, processed), per_element(left, processed)
     assert [row[0] for row in now] == [row[0] for row in then]
     assert [row[2] for row in now] == [row[2] for row in per_element(ledger, processed)]

@@ -18,6 +18,7 @@ from p2p_trainer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("untouched")
 
+BORN = "joining: looking for peers of the run"
 TRAINING = ("join", "training_started", "train")
 
 
@@ -27,25 +28,42 @@ def write(directory: Path, *kinds: str, at: float = 1000.0, **fields: Any) -> No
             file.write(json.dumps({"time": at, "event": kind, **fields}) + "\n")
 
 
+def lives(directory: RunDirectory, state: str, reason: str = "so it is") -> None:
+    directory.keep_state(state, reason)
+
+
 def test_a_peer_is_healthy_from_its_entry_into_the_swarm_to_its_goodbye(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "peer")
-    assert (look(directory.path, 1000.0).state, look(directory.path, 1000.0).healthy) == ("starts", False)
+    begun = look(directory.path, 1000.0)
+    assert (begun.state, begun.healthy) == (BORN, False)
+    lives(directory, "syncing")
+    assert not look(directory.path, 1000.0).healthy, "it has no base yet"
     write(directory.path, *TRAINING, samples=80)
+    assert look(directory.path, 1000.0).healthy, "it trains, if only on its own"
+    lives(directory, "training")
     peer = look(directory.path, 1010.0)
-    assert (peer.state, peer.samples, peer.healthy, peer.seconds_since_event) == ("trains", 80, True, 10.0)
+    assert (peer.state, peer.samples, peer.healthy, peer.seconds_since_event) == ("training: so it is", 80, True, 10.0)
+    lives(directory, "isolated", "nobody has answered for 40 s")
+    cut_off = look(directory.path, 1010.0)
+    assert (cut_off.state, cut_off.healthy) == ("isolated: nobody has answered for 40 s", False)
+    lives(directory, "leaving")
+    assert not look(directory.path, 1010.0).healthy
     write(directory.path, "leave", reason="terminated")
     directory.close()
     left = look(directory.path, 1010.0)
     assert left.state == "not running: left (terminated)" and not left.healthy
     again = RunDirectory(directory.path)
-    write(directory.path, "machine", at=1020.0)
-    assert look(directory.path, 1021.0).state == "starts", "what it did before it was started again does not count"
+    write(again.path, "machine", at=1020.0)
+    lives(again, "joining")
+    peer = look(again.path, 1021.0)
+    assert (peer.samples, peer.healthy) == (None, False), "what it did before it was started again does not count"
     again.close()
 
 
 def test_a_peer_that_was_killed_does_not_run_and_one_that_hangs_is_not_healthy(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "peer")
     write(directory.path, *TRAINING)
+    lives(directory, "training")
     late = look(directory.path, 1000.0 + STALE_SECONDS + 1)
     assert late.running and not late.healthy and "nothing was heard" in late.state
     directory.close()
@@ -55,8 +73,9 @@ def test_a_peer_that_was_killed_does_not_run_and_one_that_hangs_is_not_healthy(t
 def test_a_bootstrap_peer_without_volunteers_says_nothing_and_is_well(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "bootstrap")
     write(directory.path, "join")
+    lives(directory, "serving")
     door = look(directory.path, 1e6)
-    assert (door.role, door.state, door.healthy) == ("serving", "serves", True)
+    assert (door.role, door.state, door.healthy) == ("serving", "serving: so it is", True)
     directory.close()
 
 
@@ -73,8 +92,9 @@ def test_health_is_that_one_runs_and_none_that_runs_hangs(tmp_path: Path) -> Non
     one, other = RunDirectory(tmp_path / "a/peer"), RunDirectory(tmp_path / "b/peer")
     assert [path.parent.name for path in peers_below(tmp_path)] == ["a", "b"]
     write(one.path, *TRAINING)
+    lives(one, "training")
     assert not is_healthy([look(path, 1000.0) for path in peers_below(tmp_path)]), "the other one only starts"
-    write(other.path, "join")
+    lives(other, "serving")
     assert is_healthy([look(path, 1000.0) for path in peers_below(tmp_path)])
     assert not is_healthy([look(path, 1e6) for path in peers_below(tmp_path)])
     one.close()
@@ -111,8 +131,8 @@ def test_the_command_ends_with_what_a_health_check_wants(tmp_path: Path) -> None
     assert nobody.exit_code == int(ExitCode.CHECKS_FAILED) and "No peer was ever started" in nobody.stdout
     directory = RunDirectory(tmp_path / "data/p2p-trainer/runs/a-0123456789abcdef/peer")
     begun = CliRunner().invoke(app, ["status", "--local"])
-    assert begun.exit_code == int(ExitCode.CHECKS_FAILED) and "starts" in begun.stdout
-    write(directory.path, "join")
+    assert begun.exit_code == int(ExitCode.CHECKS_FAILED) and "joining" in begun.stdout
+    lives(directory, "serving")
     assert CliRunner().invoke(app, ["status", "--local"]).exit_code == 0
     told = json.loads(CliRunner().invoke(app, ["status", "--local", "--dir", str(directory.path), "--json"]).stdout)
     assert told["healthy"] is True and told["peers"][0]["running"] is True
@@ -125,6 +145,7 @@ def test_the_command_ends_with_what_a_health_check_wants(tmp_path: Path) -> None
 def test_a_peer_of_which_a_part_has_failed_is_not_healthy_until_it_is_back(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "peer")
     write(directory.path, "start", *TRAINING)
+    lives(directory, "training")
     assert look(directory.path, 1001.0).healthy
     write(directory.path, "fault", reason="The p2p daemon ended unexpectedly (exit code -9).", exit_code=22)
     ending = look(directory.path, 1002.0)
@@ -134,18 +155,21 @@ def test_a_peer_of_which_a_part_has_failed_is_not_healthy_until_it_is_back(tmp_p
     assert not between.running and "may come back" in between.state
     directory = RunDirectory(tmp_path / "peer")
     write(directory.path, "start")
-    assert (look(directory.path, 1003.0).state, look(directory.path, 1003.0).healthy) == ("starts", False)
+    assert (look(directory.path, 1003.0).state, look(directory.path, 1003.0).healthy) == (BORN, False)
     write(directory.path, *TRAINING)
+    lives(directory, "training")
     assert look(directory.path, 1004.0).healthy
     directory.close()
 
 
 def test_a_start_after_a_kill_is_not_taken_for_the_life_before(tmp_path: Path) -> None:
-    RunDirectory(tmp_path / "peer").close()
-    write(tmp_path / "peer", "start", *TRAINING)
+    killed = RunDirectory(tmp_path / "peer")
+    write(killed.path, "start", *TRAINING)
+    lives(killed, "training")
+    killed.close()
     again = RunDirectory(tmp_path / "peer")
     write(again.path, "start")
-    assert (look(again.path, 1001.0).state, look(again.path, 1001.0).healthy) == ("starts", False)
+    assert (look(again.path, 1001.0).state, look(again.path, 1001.0).healthy) == (BORN, False)
     again.close()
 
 

@@ -13,11 +13,13 @@ from hivemind.p2p import PeerID
 from dht_config.records import PeerProfile
 from peers.cadence import CADENCES
 from peers.clock import Schedule
+from peers.company import GONE_SECONDS
 from peers.gossip import Gossip
+from peers.life import Life
 from peers.lineage import Claim
 from peers.membership import Member, View
 from peers.messages import NewsAsk, NewsAskHeader
-from peers.presence import Presence
+from peers.presence import RECORD_SECONDS, Presence
 from peers.round import RoundVoid
 from peers.settings import Role
 
@@ -55,7 +57,8 @@ class Records(Presence):
             routing_table=SimpleNamespace(uid_to_peer_id={"neighbour": "neighbour"}), call_ping=ping
         )
         run = SimpleNamespace(
-            clock=SimpleNamespace(now=lambda: 100.0),
+            clock=SimpleNamespace(now=lambda: self.now),
+            life=Life(),
             schedule=SCHEDULE,
             manifest=SimpleNamespace(averaging=SimpleNamespace(codec="float32")),
             node=SimpleNamespace(protocol=protocol, store=store),
@@ -74,12 +77,13 @@ class Records(Presence):
             stub=None,
             fragments=(SimpleNamespace(version=-1),),
         )
+        self.now = 100.0
         super().__init__(run, heard_from_others=True)  # type: ignore[arg-type]
         self.read: list[list[str]] = []
         """Readings of the DHT, and who was asked besides."""
 
     def others(self, **members: Member) -> None:
-        self.view = View(read_at=100.0, members=members)
+        self.view = View(read_at=self.now, members=members)
 
     async def refresh(self, ask: Collection[str] = ()) -> None:
         """The records are as they are."""
@@ -137,7 +141,8 @@ def test_who_has_said_goodbye_makes_no_base_alone() -> None:
     records = Records()
     records.others(other=member("leaving"))
     assert alone(records)
-    asyncio.run(records.publish("leaving"))
+    records._run.life.happens("stopped")
+    asyncio.run(records.publish())
     assert not alone(records)
 
 
@@ -194,7 +199,7 @@ def test_whose_records_have_changed_is_asked_itself() -> None:
 def test_what_is_told_is_what_is_so_now() -> None:
     """A base of a moment ago must be heard of by whoever asks, before our records are next published."""
     records = Records()
-    records.tell("training")
+    records.tell()
     before = records._newsroom.own
     assert records.answer_news(NewsAsk(NewsAskHeader(have=b""))).body
     assert records._newsroom.own == before
@@ -222,3 +227,93 @@ def test_who_may_lead_are_those_of_a_round_that_can_be_dialled_else_helpers() ->
     assert records.likely_leaders(0) == {ids["open"].to_bytes()}
     records.others(**dict([door, nat]))
     assert records.likely_leaders(0) == {ids["door"].to_bytes()}, "the others cannot reach each other"
+
+
+def trains_with(records: Records, **others: Member) -> None:
+    records.others(**others)
+    records._company.news(others, records.now)
+    for what in ("found", "measured", "caught up"):
+        records._run.life.happens(what)  # type: ignore[arg-type]
+
+
+def hears_nobody(records: Records) -> None:
+    """Every record has run out."""
+    records.now += 10 * RECORD_SECONDS
+    records.others()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_who_hears_of_nobody_any_more_makes_no_base_alone_whoever_answers_a_ping(answers: bool) -> None:
+    """What answers may have forgotten the others for a moment as well; it is news of them that counts."""
+    records = Records(neighbours_answer=answers)
+    trains_with(records, one=member(), other=member())
+    hears_nobody(records)
+    assert not alone(records)
+
+
+def test_who_hears_that_the_others_are_gone_goes_on_alone() -> None:
+    records = Records()
+    trains_with(records, one=member())
+    hears_nobody(records)
+    records.others(door=member("serving"))
+    records._company.news(records.view.members, records.now)  # somebody who is heard of knows nobody else
+    assert alone(records)
+
+
+def test_who_saw_all_the_others_end_goes_on_alone() -> None:
+    records = Records(neighbours_answer=False)
+    trains_with(records, one=member(expires=120.0))
+    hears_nobody(records)
+    records._dead["one"] = 120.0
+    assert alone(records)
+
+
+def searches(records: Records, answered: bool) -> None:
+    async def search() -> bool:
+        return answered
+
+    records._contact.search = search  # type: ignore[method-assign]
+    asyncio.run(records._search())
+
+
+def test_whose_search_finds_nobody_is_isolated_and_after_half_an_hour_alone() -> None:
+    records = Records(neighbours_answer=False)
+    trains_with(records, one=member())
+    records.now += 40.0
+    searches(records, True)
+    assert records._run.life.state == "training"
+    searches(records, False)
+    assert (records._run.life.state, records._run.life.reason) == ("isolated", "nobody has answered for 40 s")
+    hears_nobody(records)
+    assert not alone(records)
+    records.now = 100.0 + GONE_SECONDS
+    searches(records, False)
+    assert records._run.life.state == "syncing" and alone(records)
+
+
+@pytest.mark.parametrize("heard_at", [100.0, float("-inf")])
+def test_who_never_had_company_is_alone_not_isolated(heard_at: float) -> None:
+    records = Records(neighbours_answer=False)
+    trains_with(records, door=member("serving"))
+    records._company.heard_at = heard_at
+    records.now += 1000.0
+    searches(records, False)
+    assert records._run.life.state == "training"
+
+
+def test_a_bootstrap_peer_without_volunteers_serves_on() -> None:
+    records = Records(neighbours_answer=False, role="serving")
+    records._company.news({"one": member()}, records.now)
+    records.now += 1000.0
+    searches(records, False)
+    assert records._run.life.state == "joining"
+
+
+def test_a_record_expires_later_than_the_one_before_unless_nobody_accepted_that() -> None:
+    records = Records()
+    records.now = 1000.0
+    first = records._expiration(RECORD_SECONDS)
+    records.now -= 5.0
+    assert records._expiration(RECORD_SECONDS) > first
+    records.now -= 600.0  # the clock was ahead, and has been corrected
+    assert records._expiration(RECORD_SECONDS) == records.now + RECORD_SECONDS

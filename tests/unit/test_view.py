@@ -73,6 +73,13 @@ def test_a_note_and_a_state_other_than_training_are_said() -> None:
     assert sentence(view, NOW).endswith(" · saving a checkpoint")
 
 
+def test_a_peer_that_hears_of_nobody_is_isolated_not_alone() -> None:
+    why = "nobody has answered for 40 s"
+    text = sentence(replace(AVERAGING, state="isolated", reason=why, note=why, peers_in_swarm=1), NOW)
+    assert text.startswith(f"Isolated: {why} · training goes on by itself · averaged ")
+    assert text.count(why) == 1 and "lone" not in text
+
+
 @pytest.mark.parametrize(
     ("share", "words"), [(0.0, "0 %"), (0.001, "under 1 %"), (0.99, "99 %"), (0.999, "over 99 %"), (1.0, "100 %")]
 )

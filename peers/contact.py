@@ -1,0 +1,172 @@
+"""Staying in touch: the way to everybody we hear of, and the search for anybody when nobody is heard of.
+
+After a dial that failed libp2p refuses to dial the address again, each time for longer, up to minutes. A peer whose
+line was down would be kept from the others for as long, once it is up again. So the search knocks with plain TCP
+connections, and libp2p dials where somebody opens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+
+from dht_config.address import Address, parse_address, parse_addresses
+from peers.context import RunContext
+from peers.daemon import DialOutcome, dial
+from peers.door import RETRY_SECONDS, hosts_reached, remember_addresses, remembered_addresses, set_clock
+from peers.membership import Member
+from peers.pipe import Waiting
+from peers.transport import TRANSPORT_ERRORS
+from peers.ways_in import announced, best_first, split_line
+
+DIALS_AT_ONCE = 8
+ADDRESSES_PER_PEER = 4
+KNOCK_SECONDS = 5.0
+"""For a connection, as libp2p gives it."""
+
+
+class Contact:
+    """This peer's ways to the others, and theirs to it.
+
+    :param on_news: told when somebody answers, and when our addresses are others
+    """
+
+    def __init__(self, run: RunContext, on_news: Callable[[], None]) -> None:
+        self._run, self._on_news = run, on_news
+        self._known: dict[str, tuple[str, ...]] = {}
+        """Their addresses."""
+        self._answered: set[str] = set()
+        """Peers that did when we dialled them."""
+        self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
+        self._searching = self._renewing = False
+        self._search_at = float("-inf")
+        self._pauses = self._pauses_anew()
+        self._visible: list[str] | None = None
+        """Where the daemon said that it listens when others were asked where they see us; None: when we came in."""
+
+    def meet(self, members: Mapping[str, Member], training: Collection[str]) -> None:
+        """Connect to peers we have not met, or not at these addresses, and remember the way to all of them."""
+        before, self._known = self._known, {peer: member.profile.addresses for peer, member in members.items()}
+        fresh = {peer: addresses for peer, addresses in self._known.items() if before.get(peer) != addresses}
+        if fresh:
+            self._run.tasks.spawn(self._greet_all(fresh, training))
+
+    async def _greet_all(self, fresh: Mapping[str, Sequence[str]], training: Collection[str]) -> None:
+        ways = {peer: parse_addresses(texts[:ADDRESSES_PER_PEER])[0] for peer, texts in fresh.items() if texts}
+
+        async def greet(peer: str, addresses: Sequence[Address]) -> str | None:
+            good = [address for address in addresses if address.peer_id == peer]
+            return peer if any(await asyncio.gather(*(self._greet(address) for address in good))) else None
+
+        self._answered -= fresh.keys()
+        self._answered |= set(filter(None, await asyncio.gather(*(greet(*way) for way in ways.items()))))
+        named = [peer for peer in training if self._known.get(peer)]
+        if line := split_line(len(named), len(self._answered.intersection(named))):
+            self._run.training.send(Waiting(line))
+        path, given = self._run.settings.remembered_peers_path, self._run.settings.addresses
+        earlier = [address.text for address in remembered_addresses(path)]
+        remember_addresses(path, best_first(self._known, self._answered, earlier, given=[one.text for one in given]))
+
+    async def _greet(self, address: Address) -> bool:
+        async with self._dialling:
+            return (await dial(self._run.p2p, address)).outcome is DialOutcome.CONNECTED
+
+    def is_time_to_search(self, now: float) -> bool:
+        """Whether a search is due: one at a time, with longer and longer pauses, up to a tick."""
+        return not self._searching and now >= self._search_at
+
+    async def search(self) -> bool:
+        """Look for anybody, old friends and doors; returns whether somebody answered.
+
+        Who does has a say in what time it is: a clock that is off makes everybody's records unreadable. Of each that
+        answers there is news at once: addresses where nobody is any more take seconds.
+        """
+        self._searching = True
+        answering: set[PeerID] = set()
+        try:
+            known = [*self._run.settings.addresses, *remembered_addresses(self._run.settings.remembered_peers_path)]
+            own = str(self._run.p2p.peer_id)
+            addresses = {address.text: address for address in known if address.peer_id != own}
+            for looking in asyncio.as_completed([self._look_up(address) for address in addresses.values()]):
+                if (peer := await looking) is not None:
+                    answering.add(peer)
+                    self._on_news()
+            if answering:
+                self._pauses = self._pauses_anew()
+                await set_clock(self._run.clock, self._run.stub, list(answering), newcomer=False)
+            return bool(answering)
+        finally:
+            self._searching = False
+            self._search_at = self._run.clock.now() + next(self._pauses)
+
+    def came_back(self) -> None:
+        """Our line was down: a router may have another address, at which the next who are asked see us."""
+        self._visible = []
+
+    async def renew_addresses(self, others: Sequence[str]) -> None:
+        """Announce other addresses if a line came back with them. Who could not be dialled before stays so.
+
+        The daemon notices some seconds later, so this is asked whenever our record is renewed.
+
+        :param others: base58 peer ids of some who may say where they see us
+        """
+        if self._renewing or not self._run.addresses or self._run.settings.network.announce:
+            return
+        self._renewing = True
+        with suppress(*TRANSPORT_ERRORS):
+            visible = [str(address) for address in await self._run.p2p.get_visible_maddrs(latest=True)]
+            if self._visible is None:
+                self._visible = visible
+            elif visible and visible != self._visible:
+                port = parse_address(visible[0]).transport.port
+                hosts = await hosts_reached(self._run.stub, [PeerID.from_base58(peer) for peer in others], port)
+                self._visible = visible
+                found = announced(visible, hosts or ())
+                if set(found) - set(self._run.addresses):
+                    self._run.addresses[:] = found
+                    self._on_news()
+        self._renewing = False
+
+    async def _look_up(self, address: Address) -> PeerID | None:
+        """The peer at an address, if it is there and answers."""
+        peer = PeerID.from_base58(address.peer_id)
+        if not await knock(address):
+            return None
+        await self._greet(address)
+        if not await self._answers(peer):
+            # What the daemon takes for a connection may be one that broke with the line.
+            with suppress(ControlFailure, P2PDaemonError, OSError):
+                await self._run.p2p._client.disconnect(peer)
+            await self._greet(address)
+            if not await self._answers(peer):
+                return None
+        # hivemind leaves out who failed, each time for longer (1.1.12, dht/node.py:897).
+        self._run.node.blacklist.register_success(peer)
+        return peer
+
+    async def _answers(self, peer: PeerID) -> bool:
+        """Ask, and so tell the DHT again of a peer that it has forgotten."""
+        return await self._run.node.protocol.call_ping(peer) is not None
+
+    def _pauses_anew(self) -> Iterator[float]:
+        longest = max(RETRY_SECONDS[0], self._run.schedule.tick_seconds)
+        return itertools.chain(
+            (min(pause, longest) for pause in RETRY_SECONDS), itertools.repeat(min(RETRY_SECONDS[-1], longest))
+        )
+
+
+async def knock(address: Address, timeout_seconds: float = KNOCK_SECONDS) -> bool:
+    """Whether somebody accepts connections at an address, whoever that is."""
+    try:
+        _, writer = await asyncio.wait_for(
+            asyncio.open_connection(address.transport.host, address.transport.port), timeout_seconds
+        )
+    except (OSError, asyncio.TimeoutError):
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,181 @@
+"""The search for anybody: libp2p is asked to dial where somebody opens, and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hivemind.p2p import PeerID
+
+import peers.contact
+from dht_config.address import Address, parse_address
+from dht_config.network import NetworkSettings
+from peers.clock import Schedule
+from peers.contact import Contact
+from peers.daemon import DialOutcome, DialReport
+
+ONE, OTHER = (PeerID(b"\x12\x20" + bytes([number]) * 32) for number in (1, 2))
+TICK_SECONDS = 3.0
+OLD_HOST = "198.18.0.1"
+
+
+class Line:
+    """A daemon, a DHT and a clock that do what the test says, and note what they are asked."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        addresses: list[str],
+        answers: Callable[[PeerID, int], bool],
+        *,
+        can_be_dialled: bool = True,
+    ) -> None:
+        self.dialled: list[str] = []
+        self.disconnected: list[PeerID] = []
+        self.forgiven: list[PeerID] = []
+        self.clock_asked: list[PeerID] = []
+        self.now = 100.0
+        pings: list[PeerID] = []
+
+        async def call_ping(peer: PeerID) -> object | None:
+            pings.append(peer)
+            return object() if answers(peer, pings.count(peer)) else None
+
+        async def disconnect(peer: PeerID) -> None:
+            self.disconnected.append(peer)
+
+        remembered = tmp_path / "peers.json"
+        remembered.write_text(json.dumps(addresses))
+        self.run: Any = SimpleNamespace(
+            p2p=SimpleNamespace(peer_id="own", _client=SimpleNamespace(disconnect=disconnect)),
+            addresses=[f"/ip4/{OLD_HOST}/tcp/1"] if can_be_dialled else [],
+            node=SimpleNamespace(
+                protocol=SimpleNamespace(call_ping=call_ping),
+                blacklist=SimpleNamespace(register_success=self.forgiven.append),
+            ),
+            settings=SimpleNamespace(addresses=(), network=NetworkSettings(), remembered_peers_path=remembered),
+            schedule=Schedule(start_seconds=0.0, tick_seconds=TICK_SECONDS, fragments=2),
+            clock=SimpleNamespace(now=lambda: self.now),
+            stub=None,
+        )
+        self.told: list[None] = []
+        self.contact = Contact(self.run, lambda: self.told.append(None))
+
+    def search(self, monkeypatch: pytest.MonkeyPatch) -> bool:
+        async def dial(p2p: object, address: Address) -> DialReport:
+            self.dialled.append(address.peer_id)
+            return DialReport(address=address, outcome=DialOutcome.CONNECTED)
+
+        async def set_clock(clock: object, stub: object, peers: list[PeerID], *, newcomer: bool) -> None:
+            self.clock_asked += peers
+
+        monkeypatch.setattr(peers.contact, "dial", dial)
+        monkeypatch.setattr(peers.contact, "set_clock", set_clock)
+        self.told.clear()
+        self.clock_asked.clear()
+        answered = asyncio.run(self.contact.search())
+        assert len(self.told) == len(self.clock_asked) and answered == bool(self.told)
+        return answered
+
+
+def listening(test: Callable[[int], Awaitable[None]]) -> None:
+    """Run a test beside somebody who accepts connections on a port."""
+
+    async def scene() -> None:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        async with server:
+            await test(server.sockets[0].getsockname()[1])
+
+    asyncio.run(scene())
+
+
+def test_where_nobody_opens_libp2p_is_not_asked_to_dial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(tmp_path, [f"/ip4/127.0.0.1/tcp/1/p2p/{ONE}"], lambda peer, ping: True)
+    assert not line.search(monkeypatch)
+    assert not line.dialled and not line.clock_asked
+
+
+def test_a_door_that_opens_is_knocked_at(tmp_path: Path) -> None:
+    async def test(port: int) -> None:
+        assert await peers.contact.knock(parse_address(f"/ip4/127.0.0.1/tcp/{port}/p2p/{ONE}"))
+
+    listening(test)
+
+
+def opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def knock(address: Address) -> bool:
+        return True
+
+    monkeypatch.setattr(peers.contact, "knock", knock)
+
+
+def test_who_answers_is_believed_again_and_asked_for_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(monkeypatch)
+    addresses = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for port, peer in ((1, ONE), (2, OTHER))]
+    line = Line(tmp_path, addresses, lambda peer, ping: peer == ONE)
+    assert line.search(monkeypatch)
+    assert line.forgiven == line.clock_asked == [ONE]
+
+
+def test_a_connection_that_broke_with_the_line_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(monkeypatch)
+    line = Line(tmp_path, [f"/ip4/127.0.0.1/tcp/1/p2p/{ONE}"], lambda peer, ping: ping > 1)
+    assert line.search(monkeypatch)
+    assert line.disconnected == [ONE] and line.dialled == [str(ONE)] * 2
+
+
+def renewed(line: Line, monkeypatch: pytest.MonkeyPatch, listens: str, seen_at: str) -> list[str]:
+    async def get_visible_maddrs(latest: bool) -> list[str]:
+        return [f"/ip4/{listens}/tcp/1/p2p/{OTHER}"]
+
+    async def hosts_reached(stub: object, peers: list[PeerID], port: int) -> tuple[str, ...]:
+        assert peers == [ONE] and port == 1
+        return (seen_at,)
+
+    line.run.p2p.get_visible_maddrs = get_visible_maddrs
+    monkeypatch.setattr(peers.contact, "hosts_reached", hosts_reached)
+    asyncio.run(line.contact.renew_addresses([str(ONE)]))
+    return [address.split("/")[2] for address in line.run.addresses]
+
+
+def test_a_line_that_comes_back_with_another_address_is_announced_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = Line(tmp_path, [], lambda peer, ping: False)
+    assert renewed(line, monkeypatch, "192.168.0.4", "9.9.9.9") == [OLD_HOST], "what was found out at the start"
+    assert renewed(line, monkeypatch, "192.168.0.4", "9.9.9.9") == [OLD_HOST]
+    line.contact.came_back()
+    assert renewed(line, monkeypatch, "192.168.0.4", "9.9.9.9") == ["9.9.9.9", "192.168.0.4"]
+    assert renewed(line, monkeypatch, "198.18.0.9", "198.18.0.9") == ["198.18.0.9"], "another network"
+    assert len(line.told) == 2, "once for each change"
+
+
+def test_who_could_not_be_dialled_announces_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(tmp_path, [], lambda peer, ping: False, can_be_dialled=False)
+    line.contact.came_back()
+    assert renewed(line, monkeypatch, "198.18.0.9", "198.18.0.9") == []
+
+
+def test_pauses_between_searches_grow_up_to_a_tick_until_somebody_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(monkeypatch)
+    answers = [False] * 5
+    line = Line(tmp_path, [f"/ip4/127.0.0.1/tcp/1/p2p/{ONE}"], lambda peer, ping: answers[0])
+    pauses = []
+    for _ in range(5):
+        assert line.contact.is_time_to_search(line.now)
+        line.search(monkeypatch)
+        began = line.now
+        while not line.contact.is_time_to_search(line.now):
+            line.now += 0.5
+        pauses.append(line.now - began)
+    assert pauses == [1.0, 2.0, TICK_SECONDS, TICK_SECONDS, TICK_SECONDS]
+    answers[0] = True
+    line.search(monkeypatch)
+    assert line.contact.is_time_to_search(line.now + 1.0)
