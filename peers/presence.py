@@ -32,7 +32,7 @@ from peers.context import RunContext
 from peers.contribution import shares
 from peers.daemon import answers_elsewhere, refuses
 from peers.door import set_clock
-from peers.gossip import Gossip, dht_publishing_seconds, dht_reading_seconds
+from peers.gossip import Gossip, choose_partners, dht_publishing_seconds, dht_reading_seconds
 from peers.life import State, duration
 from peers.lineage import Claim, has_quorum
 from peers.membership import Member, View, read_view
@@ -60,6 +60,8 @@ ALONE_NEIGHBOURS = 4
 LOOK_SECONDS = 0.5
 HAND_OVER_POLL_SECONDS = 0.25
 HAND_OVER_PEERS = 8
+MOST_TOLD = 128
+"""Peers that are told by ourselves what we do from now on; beyond these it is passed on."""
 USED_UP = "what may be moved in a day has been moved; training goes on alone until midnight UTC"
 
 Status = Literal["syncing", "training", "serving", "leaving"]
@@ -203,6 +205,12 @@ class Presence:
             self._see({})
         else:
             await self.refresh(told)
+
+    async def _tell_everybody(self) -> None:
+        """What we do from now on is told to all, not passed on: a quorum is most of those that train."""
+        reachable = {peer: member for peer, member in self.view.members.items() if self.can_meet(peer)}
+        peers = choose_partners(reachable, self._dead, MOST_TOLD)
+        await asyncio.gather(*(self._gossip.ask(peer) for peer in peers))
 
     def answer_news(self, request: NewsAsk) -> News:
         """What others are to hear of us and of everybody."""
@@ -428,7 +436,7 @@ class Presence:
             await self._run.stub(PeerID.from_base58(peer)).rpc_look(Ask(AskHeader()))
 
     async def keep(self, on_news: Callable[[], None]) -> None:
-        published = manifest_published = self._run.clock.now()
+        told = published = manifest_published = self._run.clock.now()
         period = refresh_seconds(self._run.schedule.tick_seconds)
         life, stored = self._run.life, self.status
         while True:
@@ -440,13 +448,17 @@ class Presence:
             if self._run.training.begun is not None and self.caught_up:
                 life.happens("caught up")
             try:
-                if self.changed.is_set() or now - published >= PUBLISH_SECONDS:
+                if self.changed.is_set() or now - told >= PUBLISH_SECONDS:
                     self.changed.clear()
+                    told = now
                     self._run.tasks.spawn(self._contact.renew_addresses(list(self.view.members)))
                     status = self.status
                     if status != stored or now - published >= dht_publishing_seconds(len(self.view.members)):
                         await self.publish()
-                        stored, published = status, now
+                        published = now
+                        if status != stored:
+                            await self._tell_everybody()
+                        stored = status
                     else:
                         self.tell()
                     self.announced = self.announced or status == "training"

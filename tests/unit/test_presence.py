@@ -74,6 +74,7 @@ class Records(Presence):
             ),
             addresses=(),
             own_id=b"own",
+            can_be_dialled=True,
             stub=None,
             fragments=(SimpleNamespace(version=-1),),
         )
@@ -158,6 +159,10 @@ class Heard(Gossip):
 
     async def ask_some(self, peers: Iterable[str]) -> bool:
         self.asked.append(sorted(peers))
+        return self.answers
+
+    async def ask(self, peer: str) -> bool:
+        self.asked.append([peer])
         return self.answers
 
 
@@ -317,3 +322,11 @@ def test_a_record_expires_later_than_the_one_before_unless_nobody_accepted_that(
     assert records._expiration(RECORD_SECONDS) > first
     records.now -= 600.0  # the clock was ahead, and has been corrected
     assert records._expiration(RECORD_SECONDS) == records.now + RECORD_SECONDS
+
+
+def test_everybody_is_told_by_ourselves_that_we_begin_to_train() -> None:
+    """A newcomer that most do not know of yet could make a version with others that do not know of them."""
+    records, gossip = hearing()
+    records.others(one=member(), two=member("serving"), three=member("syncing"), left=member("leaving"))
+    asyncio.run(records._tell_everybody())
+    assert sorted(gossip.asked) == [["one"], ["three"], ["two"]]
