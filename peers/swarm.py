@@ -181,7 +181,12 @@ class Swarm:
         await presence.publish_manifest()
         await presence.publish(presence.first_status)
         await presence.refresh()
-        await bases.sync(configure)
+        # A newcomer's record must outlast its fetching: what only a door can serve, it keeps current while it sees one.
+        announcing = asyncio.create_task(presence.keep_announced())
+        try:
+            await bases.sync(configure)
+        finally:
+            announcing.cancel()
         presence.changed.set()
         await asyncio.gather(presence.keep(on_news=bases.catch_up), presence.keep_clock(), rounds.keep_ticks())
 
