@@ -36,6 +36,9 @@ KEEPER_SECONDS = 5.0
 USED_UP_SECONDS = 30.0
 USED_UP = "A day's traffic is used up: the model is fetched after midnight UTC."
 SYNC_ROUNDS_BETWEEN_NOTES = 10
+HURRIED_ATTEMPTS = 10
+"""What has arrived by then will do to begin with, though it was passed each time: as where only a door can serve us,
+which is a moment behind itself."""
 
 
 class BaseKeeper:
@@ -85,7 +88,7 @@ class BaseKeeper:
 
         async def complete(state: FragmentState) -> bool:
             """Whether what is here is current, as far as we know."""
-            attempts = 0
+            attempts, arrived = 0, False
             # Restored parameters stand on the restored base, however often it is replaced before training begins.
             reference = state.base.clone()
             while True:
@@ -102,6 +105,7 @@ class BaseKeeper:
                         async with state.content:
                             await self.before_change(state)
                             keep[state.index] &= state.adopt(fetched, self._run.own_id)
+                        arrived = True
                 too_slow_to_be_current = fetched is not None and fetched.seconds > self._run.schedule.cycle_seconds
                 if too_slow_to_be_current:
                     await refresh()  # whether it has passed in the meantime
@@ -111,6 +115,9 @@ class BaseKeeper:
                     # What passed while it was fetched may have passed again before we hear of it.
                     return not too_slow_to_be_current and self.better_claim(state) is None
                 attempts += 1
+                if arrived and attempts >= HURRIED_ATTEMPTS:
+                    state.snapshot.copy_(reference)
+                    return False
                 if attempts % SYNC_ROUNDS_BETWEEN_NOTES == 0:
                     self._run.training.send(Waiting("No peer delivers the current base yet; still trying."))
                 await asyncio.sleep(min(2.0, 0.2 * attempts))

@@ -435,6 +435,13 @@ class Presence:
         with suppress(*TRANSPORT_ERRORS):
             await self._run.stub(PeerID.from_base58(peer)).rpc_look(Ask(AskHeader()))
 
+    async def keep_announced(self) -> None:
+        """Renew our record while we do nothing else yet."""
+        while True:
+            await asyncio.sleep(PUBLISH_SECONDS)
+            with suppress(ValueError, *TRANSPORT_ERRORS):
+                await self.publish()
+
     async def keep(self, on_news: Callable[[], None]) -> None:
         told = published = manifest_published = self._run.clock.now()
         period = refresh_seconds(self._run.schedule.tick_seconds)

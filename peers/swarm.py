@@ -185,7 +185,12 @@ class Swarm:
         await presence.publish_manifest()
         await presence.publish()
         await presence.refresh()
-        await bases.sync(configure)
+        # A newcomer's record must outlast its fetching: what only a door can serve, it keeps current while it sees one.
+        announcing = asyncio.create_task(presence.keep_announced())
+        try:
+            await bases.sync(configure)
+        finally:
+            announcing.cancel()
         if self._settings.role == "serving":
             self._life.happens("opened")
         presence.changed.set()

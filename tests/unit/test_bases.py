@@ -15,6 +15,7 @@ import torch
 from hivemind.p2p import PeerID
 
 from dht_config.manifest import AveragingSection
+from peers import bases
 from peers.arena import SharedArena
 from peers.bases import BaseKeeper
 from peers.cadence import Cadence
@@ -208,6 +209,28 @@ def test_donors_that_neither_side_can_dial_are_not_asked() -> None:
         await newcomer.sync()
         assert_same_bases(newcomer, donors[0])
         assert {donor for _, donor in swarm.calls} == {"donor-0"}
+
+    asyncio.run(scene())
+
+
+def test_a_newcomer_that_is_passed_each_time_begins_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the door can serve it, and the one peer that trains makes a base in the time that it takes to fetch two."""
+    monkeypatch.setattr(bases, "HURRIED_ATTEMPTS", 3)
+
+    async def scene() -> None:
+        swarm = Swarm()
+        one = await swarm.add("donor-one", 3)
+        door = await swarm.add("door", 3)
+        swarm.out_of_reach = frozenset({str(one.id)})
+
+        def go_on() -> None:
+            behind = door.versions < one.versions
+            (door if behind else one).be_at(one.versions[0] + (not behind))
+
+        swarm.on_refresh = go_on
+        newcomer = await swarm.add("new")
+        await asyncio.wait_for(newcomer.sync(), 30)
+        assert min(newcomer.versions) >= 3 and not newcomer.presence.caught_up
 
     asyncio.run(scene())
 
