@@ -75,8 +75,8 @@ class Soak:
         self.rates = {name: RATES[number % len(RATES)] for number, name in enumerate(names)}
         self.tick_seconds = max(1.0, len(names) / PEERS_PER_TICK_SECOND)
         self.lives: dict[str, list[Peer]] = {name: [] for name in names}
-        self.held: dict[tuple[str, str, int, float], list[figures.Held]] = defaultdict(list)
-        """By peer, part, pid and the process's creation."""
+        self.held: dict[tuple[str, str, int, int], list[figures.Held]] = defaultdict(list)
+        """By peer, part, pid and start: a peer that comes back by itself is another program in the same process."""
         self.played: list[Played] = []
         self.broken: list[str] = []
         self._frozen: dict[Fault, list[psutil.Process]] = {}
@@ -211,6 +211,7 @@ class Soak:
     def look(self) -> None:
         """Note what every process holds now."""
         for peer in [self.bootstrap, *(lives[-1] for lives in self.lives.values() if lives)]:
+            starts = len(peer.events("start"))
             for part, process in parts_of(peer).items():
                 with suppress(psutil.Error):
                     with process.oneshot():
@@ -220,8 +221,7 @@ class Soak:
                             descriptors=process.num_fds(),
                             threads=process.num_threads(),
                         )
-                        key = (peer.name, part, process.pid, process.create_time())
-                    self.held[key].append(held)
+                    self.held[peer.name, part, process.pid, starts].append(held)
 
     # ------------------------------------------------------------------ verdict
 
@@ -243,7 +243,8 @@ class Soak:
         parts = figures.loss_by_parts(losses)
         recoveries, usual = self.recoveries(events)
         grown = {
-            f"{peer} {part} {pid}": figures.growth(held) for (peer, part, pid, _), held in sorted(self.held.items())
+            f"{peer} {part} {pid}, start {start}": figures.growth(held)
+            for (peer, part, pid, start), held in sorted(self.held.items())
         }
         tracebacks = [f"{peer.name} printed a traceback" for peer in self.swarm.peers if "Traceback" in peer.text]
         broken = [
