@@ -1,4 +1,7 @@
-"""Staying in touch: the way to everybody we hear of, and the search for anybody when nobody is heard of.
+"""Staying in touch: the way to everybody we hear of, and the search for those that we do not hear of any more.
+
+Where the network broke, both parts would stay apart for ever if nobody looked for the other one once it is whole again.
+Whoever vanished without a goodbye is looked for; and where nobody at all is heard of, everybody that we ever met.
 
 After a dial that failed libp2p refuses to dial the address again, each time for longer, up to minutes. A peer whose
 line was down would be kept from the others for as long, once it is up again. So the search knocks with plain TCP
@@ -9,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
 from dht_config.address import Address, parse_address, parse_addresses
+from peers.company import GONE_SECONDS
 from peers.context import RunContext
 from peers.daemon import DialOutcome, dial
 from peers.door import RETRY_SECONDS, hosts_reached, remember_addresses, remembered_addresses, set_clock
@@ -34,12 +38,16 @@ class Contact:
     """This peer's ways to the others, and theirs to it.
 
     :param on_news: told when somebody answers, and when our addresses are others
+    :param ask: asks a peer, by its base58 id, for everybody's records
     """
 
-    def __init__(self, run: RunContext, on_news: Callable[[], None]) -> None:
-        self._run, self._on_news = run, on_news
+    def __init__(self, run: RunContext, on_news: Callable[[], None], ask: Callable[[str], Awaitable[bool]]) -> None:
+        self._run, self._on_news, self._ask = run, on_news, ask
         self._known: dict[str, tuple[str, ...]] = {}
         """Their addresses."""
+        self._missing: dict[str, tuple[float, tuple[str, ...]]] = {}
+        """Peers whose records ran out: since when, and their addresses."""
+        self._left: set[str] = set()
         self._answered: set[str] = set()
         """Peers that did when we dialled them."""
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
@@ -52,9 +60,24 @@ class Contact:
     def meet(self, members: Mapping[str, Member], training: Collection[str]) -> None:
         """Connect to peers we have not met, or not at these addresses, and remember the way to all of them."""
         before, self._known = self._known, {peer: member.profile.addresses for peer, member in members.items()}
+        self._miss(before, members)
         fresh = {peer: addresses for peer, addresses in self._known.items() if before.get(peer) != addresses}
         if fresh:
             self._run.tasks.spawn(self._greet_all(fresh, training))
+
+    def _miss(self, before: Mapping[str, tuple[str, ...]], members: Mapping[str, Member]) -> None:
+        """Note who vanished without a goodbye."""
+        now = self._run.clock.now()
+        for peer, addresses in before.items():
+            if peer not in members and peer not in self._left:
+                self._missing[peer] = now, addresses
+                self._pauses, self._search_at = self._pauses_anew(), now
+        self._left = {peer for peer, member in members.items() if member.profile.status == "leaving"}
+        self._missing = {
+            peer: (since, addresses)
+            for peer, (since, addresses) in self._missing.items()
+            if peer not in members and now - since < GONE_SECONDS
+        }
 
     async def _greet_all(self, fresh: Mapping[str, Sequence[str]], training: Collection[str]) -> None:
         ways = {peer: parse_addresses(texts[:ADDRESSES_PER_PEER])[0] for peer, texts in fresh.items() if texts}
@@ -76,20 +99,33 @@ class Contact:
         async with self._dialling:
             return (await dial(self._run.p2p, address)).outcome is DialOutcome.CONNECTED
 
-    def is_time_to_search(self, now: float) -> bool:
-        """Whether a search is due: one at a time, with longer and longer pauses, up to a tick."""
-        return not self._searching and now >= self._search_at
+    def is_time_to_search(self, now: float, *, silent: bool) -> bool:
+        """Whether a search is due: one at a time, with longer and longer pauses, up to a tick.
 
-    async def search(self) -> bool:
-        """Look for anybody, old friends and doors; returns whether somebody answered.
+        :param silent: nobody is heard of; else only those are looked for that are missing
+        """
+        return not self._searching and now >= self._search_at and (silent or bool(self._wanted()))
 
-        Who does has a say in what time it is: a clock that is off makes everybody's records unreadable. Of each that
-        answers there is news at once: addresses where nobody is any more take seconds.
+    def _wanted(self) -> list[Address]:
+        """Where those may be that are missing, and the doors that we were given."""
+        doors = [address for address in self._run.settings.addresses if address.peer_id not in self._known]
+        return [*doors, *parse_addresses([text for _, texts in self._missing.values() for text in texts])[0]]
+
+    async def search(self, *, silent: bool) -> bool:
+        """Look for old friends and doors; returns whether somebody answered.
+
+        Where nobody is heard of, who answers has a say in what time it is: a clock that is off makes all records
+        unreadable. Of each that answers there is news at once: addresses where nobody is any more take seconds.
         """
         self._searching = True
         answering: set[PeerID] = set()
         try:
-            known = [*self._run.settings.addresses, *remembered_addresses(self._run.settings.remembered_peers_path)]
+            known = self._wanted()
+            if silent:
+                known += [
+                    *self._run.settings.addresses,
+                    *remembered_addresses(self._run.settings.remembered_peers_path),
+                ]
             own = str(self._run.p2p.peer_id)
             addresses = {address.text: address for address in known if address.peer_id != own}
             for looking in asyncio.as_completed([self._look_up(address) for address in addresses.values()]):
@@ -98,7 +134,8 @@ class Contact:
                     self._on_news()
             if answering:
                 self._pauses = self._pauses_anew()
-                await set_clock(self._run.clock, self._run.stub, list(answering), newcomer=False)
+                if silent:
+                    await set_clock(self._run.clock, self._run.stub, list(answering), newcomer=False)
             return bool(answering)
         finally:
             self._searching = False
@@ -147,6 +184,7 @@ class Contact:
                 return None
         # hivemind leaves out who failed, each time for longer (1.1.12, dht/node.py:897).
         self._run.node.blacklist.register_success(peer)
+        await self._ask(str(peer))
         return peer
 
     async def _answers(self, peer: PeerID) -> bool:

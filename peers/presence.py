@@ -97,7 +97,7 @@ class Presence:
         self._read_dht_at = float("-inf")
         self._joined_at = run.clock.now()
         self._company = Company(self._joined_at if heard_from_others else float("-inf"))
-        self._contact = Contact(run, self.changed.set)
+        self._contact = Contact(run, self.changed.set, self._gossip.ask)
         self._last_expiration = 0.0
         self._looked_at = 0.0
         self.step_fell_short = False
@@ -244,13 +244,14 @@ class Presence:
             )
         )
         self._contact.meet(members, self.present())
-        if self._company.silent_seconds(now) >= REACH_OUT_SECONDS and self._contact.is_time_to_search(now):
-            self._run.tasks.spawn(self._search())
+        silent = self._company.silent_seconds(now) >= REACH_OUT_SECONDS
+        if self._contact.is_time_to_search(now, silent=silent):
+            self._run.tasks.spawn(self._search(silent))
 
-    async def _search(self) -> None:
-        """Nobody was heard of for a while: look for anybody, and say so if nobody answers who may be there."""
-        answered = await self._contact.search()
-        if answered or self.auxiliary or not self._company.lost(self._gone()):
+    async def _search(self, silent: bool) -> None:
+        """Look for who is missing. Where nobody is heard of for a while, say so if nobody answers who may be there."""
+        answered = await self._contact.search(silent=silent)
+        if not silent or answered or self.auxiliary or not self._company.lost(self._gone()):
             return
         now = self._run.clock.now()
         silence = duration(self._company.silent_seconds(now))

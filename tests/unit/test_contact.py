@@ -16,6 +16,7 @@ import peers.contact
 from dht_config.address import Address, parse_address
 from dht_config.network import NetworkSettings
 from peers.clock import Schedule
+from peers.company import GONE_SECONDS
 from peers.contact import Contact
 from peers.daemon import DialOutcome, DialReport
 
@@ -62,9 +63,16 @@ class Line:
             schedule=Schedule(start_seconds=0.0, tick_seconds=TICK_SECONDS, fragments=2),
             clock=SimpleNamespace(now=lambda: self.now),
             stub=None,
+            tasks=SimpleNamespace(spawn=lambda coroutine: coroutine.close()),
         )
         self.told: list[None] = []
-        self.contact = Contact(self.run, lambda: self.told.append(None))
+        self.asked: list[str] = []
+
+        async def ask(peer: str) -> bool:
+            self.asked.append(peer)
+            return True
+
+        self.contact = Contact(self.run, lambda: self.told.append(None), ask)
 
     def search(self, monkeypatch: pytest.MonkeyPatch) -> bool:
         async def dial(p2p: object, address: Address) -> DialReport:
@@ -78,7 +86,7 @@ class Line:
         monkeypatch.setattr(peers.contact, "set_clock", set_clock)
         self.told.clear()
         self.clock_asked.clear()
-        answered = asyncio.run(self.contact.search())
+        answered = asyncio.run(self.contact.search(silent=True))
         assert len(self.told) == len(self.clock_asked) and answered == bool(self.told)
         return answered
 
@@ -108,6 +116,11 @@ def test_a_door_that_opens_is_knocked_at(tmp_path: Path) -> None:
 
 
 def opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dial(p2p: object, address: Address) -> DialReport:
+        return DialReport(address=address, outcome=DialOutcome.CONNECTED)
+
+    monkeypatch.setattr(peers.contact, "dial", dial)
+
     async def knock(address: Address) -> bool:
         return True
 
@@ -120,6 +133,7 @@ def test_who_answers_is_believed_again_and_asked_for_the_time(tmp_path: Path, mo
     line = Line(tmp_path, addresses, lambda peer, ping: peer == ONE)
     assert line.search(monkeypatch)
     assert line.forgiven == line.clock_asked == [ONE]
+    assert line.asked == [str(ONE)], "for everybody's records"
 
 
 def test_a_connection_that_broke_with_the_line_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +175,46 @@ def test_who_could_not_be_dialled_announces_no_address(tmp_path: Path, monkeypat
     assert renewed(line, monkeypatch, "198.18.0.9", "198.18.0.9") == []
 
 
+def heard_of(line: Line, **statuses: str) -> None:
+    """These peers, at a port each, and no others."""
+    names = {"one": ONE, "other": OTHER}
+    members: dict[str, Any] = {}
+    for name, status in statuses.items():
+        address = f"/ip4/127.0.0.1/tcp/{list(names).index(name) + 1}/p2p/{names[name]}"
+        members[str(names[name])] = SimpleNamespace(profile=SimpleNamespace(status=status, addresses=(address,)))
+    line.contact.meet(members, ())
+
+
+def test_who_vanished_is_looked_for_although_others_are_heard_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two halves of a swarm would stay apart when the network is whole again."""
+    opened(monkeypatch)
+    line = Line(tmp_path, [], lambda peer, ping: True)
+    heard_of(line, one="training", other="training")
+    assert not line.contact.is_time_to_search(line.now, silent=False)
+    heard_of(line, one="training")
+    assert line.contact.is_time_to_search(line.now, silent=False)
+    assert asyncio.run(line.contact.search(silent=False))
+    assert line.asked == [str(OTHER)] and not line.clock_asked, "time is what those say that are heard of"
+    line.now += 2.0
+    assert line.contact.is_time_to_search(line.now, silent=False), "until it is heard of"
+    heard_of(line, one="training", other="training")
+    assert not line.contact.is_time_to_search(line.now, silent=False)
+
+
+def test_who_has_left_or_is_gone_for_long_is_not_looked_for(tmp_path: Path) -> None:
+    line = Line(tmp_path, [], lambda peer, ping: True)
+    heard_of(line, one="training", other="leaving")
+    heard_of(line, one="training")
+    assert not line.contact.is_time_to_search(line.now, silent=False)
+    heard_of(line)
+    assert line.contact.is_time_to_search(line.now, silent=False)
+    line.now += GONE_SECONDS
+    heard_of(line)
+    assert not line.contact.is_time_to_search(line.now, silent=False)
+
+
 def test_pauses_between_searches_grow_up_to_a_tick_until_somebody_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,13 +223,13 @@ def test_pauses_between_searches_grow_up_to_a_tick_until_somebody_answers(
     line = Line(tmp_path, [f"/ip4/127.0.0.1/tcp/1/p2p/{ONE}"], lambda peer, ping: answers[0])
     pauses = []
     for _ in range(5):
-        assert line.contact.is_time_to_search(line.now)
+        assert line.contact.is_time_to_search(line.now, silent=True)
         line.search(monkeypatch)
         began = line.now
-        while not line.contact.is_time_to_search(line.now):
+        while not line.contact.is_time_to_search(line.now, silent=True):
             line.now += 0.5
         pauses.append(line.now - began)
     assert pauses == [1.0, 2.0, TICK_SECONDS, TICK_SECONDS, TICK_SECONDS]
     answers[0] = True
     line.search(monkeypatch)
-    assert line.contact.is_time_to_search(line.now + 1.0)
+    assert line.contact.is_time_to_search(line.now + 1.0, silent=True)

@@ -274,11 +274,11 @@ def test_who_saw_all_the_others_end_goes_on_alone() -> None:
 
 
 def searches(records: Records, answered: bool) -> None:
-    async def search() -> bool:
+    async def search(*, silent: bool) -> bool:
         return answered
 
     records._contact.search = search  # type: ignore[method-assign]
-    asyncio.run(records._search())
+    asyncio.run(records._search(True))
 
 
 def test_whose_search_finds_nobody_is_isolated_and_after_half_an_hour_alone() -> None:
