@@ -416,8 +416,8 @@ def rehearse(
             useless = {"--dir": directory is not None, "--keep": keep, "--html": html_file is not None}
             for option in (option for option, given in useless.items() if given):
                 raise UsageError(f"{option} is of no use with {instrument}.", "Leave it out.")
-        from p2p_trainer.rehearse import RehearseOptions
-        from p2p_trainer.rehearse import rehearse as carry_out
+        from p2p_trainer.rehearsal.rehearse import RehearseOptions
+        from p2p_trainer.rehearsal.rehearse import rehearse as carry_out
 
         options = RehearseOptions(
             peers=peers,
@@ -434,8 +434,8 @@ def rehearse(
         if simulate or virtual_time:
             from rich.console import Console
 
-            from p2p_trainer.simulate import simulate as play
-            from p2p_trainer.virtual_time import rehearse_in_virtual_time
+            from p2p_trainer.simulation.simulate import simulate as play
+            from p2p_trainer.simulation.virtual_time import rehearse_in_virtual_time
 
             if simulate:
                 play(options, Console())

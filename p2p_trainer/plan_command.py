@@ -18,8 +18,8 @@ from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addres
 
 if TYPE_CHECKING:
     from dht_config.manifest import RunManifest
-    from p2p_trainer.plan_facts import Plan, SwarmFacts
-    from p2p_trainer.probe import Prober
+    from p2p_trainer.planning.plan_facts import Plan, SwarmFacts
+    from p2p_trainer.planning.probe import Prober
     from p2p_trainer.target import Target
     from p2p_trainer.tasks import Task
 
@@ -97,7 +97,7 @@ def plan(
         )
         rates = _rate(up, "--up"), _rate(down, "--down")
 
-        from p2p_trainer.probe import start_prober
+        from p2p_trainer.planning.probe import start_prober
         from p2p_trainer.target import read_target
 
         run = read_target(target)
@@ -123,7 +123,7 @@ def _rate(text: str | None, option: str) -> float | None:
 
 def _look_up(run: Target, settings: PeerSettings) -> tuple[RunManifest, Task, SwarmFacts]:
     """The run's manifest and task, and what its records show if it was given as an invite."""
-    from p2p_trainer.plan_facts import SwarmFacts
+    from p2p_trainer.planning.plan_facts import SwarmFacts
     from p2p_trainer.target import checked_manifest
     from peers.observer import observe
 
@@ -155,9 +155,9 @@ def _plan(
 ) -> Plan:
     from p2p_trainer.devices import pick_device
     from p2p_trainer.hardware import read_hardware
-    from p2p_trainer.plan_facts import Link
-    from p2p_trainer.planner import Planner, machine_of, model_of, wishes_of
-    from p2p_trainer.probe_cache import ProbeCache, default_cache_directory
+    from p2p_trainer.planning.plan_facts import Link
+    from p2p_trainer.planning.planner import Planner, machine_of, model_of, wishes_of
+    from p2p_trainer.planning.probe_cache import ProbeCache, default_cache_directory
     from p2p_trainer.settings import default_data_directory
     from p2p_trainer.target import blank_model
 

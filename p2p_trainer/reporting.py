@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 
 from dht_config.errors import ExitCode, P2PTrainerError
-from p2p_trainer.scene import SceneError
+from p2p_trainer.rehearsal.scene import SceneError
 
 
 class Reporting:

@@ -34,15 +34,15 @@ from dht_config.network import NetworkSettings
 from dht_config.records import SignedManifest, sign_manifest
 from p2p_trainer.archive import Archive
 from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, optimizer_from_tensors, save_checkpoint
-from p2p_trainer.compute import in_dtype
 from p2p_trainer.devices import device_failures, pick_device, set_thread_count
 from p2p_trainer.hardware import read_hardware
 from p2p_trainer.limits import raise_open_file_limit
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, LocalMode, Mode
-from p2p_trainer.own_plan import OwnPlan
-from p2p_trainer.plan_facts import Plan
-from p2p_trainer.probe import Prober, start_prober
+from p2p_trainer.planning.compute import in_dtype
+from p2p_trainer.planning.own_plan import OwnPlan
+from p2p_trainer.planning.plan_facts import Plan
+from p2p_trainer.planning.probe import Prober, start_prober
 from p2p_trainer.run_directory import SIGNED_MANIFEST_NAME, RunDirectory
 from p2p_trainer.serving import Door
 from p2p_trainer.settings import PeerSettings, default_data_directory

@@ -23,7 +23,7 @@ from dht_config.errors import CheckpointError
 from p2p_trainer.checkpoint import optimizer_to_tensors, save_checkpoint
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, Mode
-from p2p_trainer.reality import RealityWatch
+from p2p_trainer.planning.reality import RealityWatch
 from p2p_trainer.settings import PeerSettings
 from p2p_trainer.strategies import MemoryStrategy, on_base
 from p2p_trainer.strategies.rotation import Rotation

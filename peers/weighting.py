@@ -25,8 +25,8 @@ depend on the order of addition: whoever needs the same bits adds in the same or
 What this does not stop: counts that are not true. In ``samples_times_batch`` and ``fednova`` understating τ raises
 one's weight like overstating n does, so whoever admits a contribution should hold n against τ times the run's batch
 size, and n against what its sender is known to be able to do. A slow peer may step on smaller batches than the run's
-(``p2p_trainer/plan.py``): one that claims the run's all the same, fewer steps than it made, weighs more by the factor
-between them at most.
+(``p2p_trainer/planning/plan.py``): one that claims the run's all the same, fewer steps than it made, weighs more by the
+factor between them at most.
 
 Measured with ``python tests/benchmarks/learning.py --quick --seeds 3 --compare weighting --json FILE``: 135 k
 parameters, 8 peers 20 times apart in speed, 100 rounds of each fragment, like data everywhere, bases half a cycle late,

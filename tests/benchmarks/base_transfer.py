@@ -2,7 +2,7 @@
 
 ``python tests/benchmarks/base_transfer.py --json FILE [--megabytes 8] [--seconds 10] [--repeats 3]``
 
-Donors and newcomer are processes of their own, each with a p2p daemon and a line of its own (``p2p_trainer.links``):
+Donors and newcomer are processes of their own, each with a p2p daemon and a line (``p2p_trainer.rehearsal.links``):
 donors send at 5 Mbit/s, the newcomer receives at 50. Served and fetched is as in the averaging process: ``BaseServer``,
 ``BaseFetcher`` and ``DaemonTransport``, verification included, connecting not.
 
@@ -43,7 +43,7 @@ from hivemind.p2p import P2P, PeerID
 from dht_config.address import parse_address
 from dht_config.identity import load_or_create_identity
 from dht_config.network import NetworkSettings
-from p2p_trainer.links import LinkSpec, Network
+from p2p_trainer.rehearsal.links import LinkSpec, Network
 from peers.base_fetch import BaseFetcher
 from peers.base_server import BaseServer
 from peers.bases import BASE

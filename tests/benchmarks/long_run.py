@@ -41,8 +41,8 @@ from side_by_side_figures import seconds_to_loss
 from side_by_side_scenes import ALONE, OURS, RUN, SCENES, load_scene, manifest_text
 
 from dht_config.manifest import parse_manifest
-from p2p_trainer.scene import Scene
-from p2p_trainer.virtual_time import VirtualRehearsal
+from p2p_trainer.rehearsal.scene import Scene
+from p2p_trainer.simulation.virtual_time import VirtualRehearsal
 
 CONTENDERS = (OURS, *ALONE)
 PARTS = (0.25, 0.5, 1.0)

@@ -45,7 +45,7 @@ from side_by_side_scenes import CONTENDERS, OURS, OURS_WITHOUT_CURSED, RUN, SCEN
 from side_by_side_tables import print_markdown, print_tables
 
 from dht_config.errors import RehearsalError
-from p2p_trainer.links import available
+from p2p_trainer.rehearsal.links import available
 
 SECONDS = 90.0
 LEAST_SECONDS = 30.0

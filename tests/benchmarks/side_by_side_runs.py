@@ -26,13 +26,13 @@ from torch import nn
 
 from dht_config.errors import RehearsalError
 from dht_config.manifest import load_manifest
-from p2p_trainer.links import LinkSpec, Network
 from p2p_trainer.metrics import read_metrics
-from p2p_trainer.rehearsal_view import Status
-from p2p_trainer.rehearse import BOOTSTRAP, Rehearsal
-from p2p_trainer.rehearsed_processes import ProgramCommands, RehearsedProcess
-from p2p_trainer.report import Report
-from p2p_trainer.scene import EmulatedPeer, Life, Scene, Stay
+from p2p_trainer.rehearsal.links import LinkSpec, Network
+from p2p_trainer.rehearsal.rehearsal_view import Status
+from p2p_trainer.rehearsal.rehearse import BOOTSTRAP, Rehearsal
+from p2p_trainer.rehearsal.rehearsed_processes import ProgramCommands, RehearsedProcess
+from p2p_trainer.rehearsal.report import Report
+from p2p_trainer.rehearsal.scene import EmulatedPeer, Life, Scene, Stay
 from p2p_trainer.settings import PeerSettings
 from p2p_trainer.tasks import mean_loss
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dht_config.manifest import example_manifest
-from p2p_trainer.scene import EmulatedPeer, parse_peers
+from p2p_trainer.rehearsal.scene import EmulatedPeer, parse_peers
 
 RUN = "stdlib-text"
 DDP = ("ddp_equal", "ddp_proportional")

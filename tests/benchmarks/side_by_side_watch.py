@@ -15,7 +15,7 @@ from side_by_side_figures import Series
 from side_by_side_rivals import DEVICE
 from side_by_side_scenes import Flapping
 
-from p2p_trainer.links import Network
+from p2p_trainer.rehearsal.links import Network
 
 OBSERVE_SECONDS = 1.0
 _PR_SET_CHILD_SUBREAPER = 36

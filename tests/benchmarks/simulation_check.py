@@ -25,11 +25,11 @@ from typing import Any
 from rich.console import Console
 
 from dht_config.manifest import RunManifest, example_manifest
-from p2p_trainer.rehearse import RehearseOptions, find_manifest, rehearse
-from p2p_trainer.report import Report
-from p2p_trainer.scene import Scene
-from p2p_trainer.simulate import fragment_sizes, play, played
-from p2p_trainer.simulated_dht import RecordSizes
+from p2p_trainer.rehearsal.rehearse import RehearseOptions, find_manifest, rehearse
+from p2p_trainer.rehearsal.report import Report
+from p2p_trainer.rehearsal.scene import Scene
+from p2p_trainer.simulation.simulate import fragment_sizes, play, played
+from p2p_trainer.simulation.simulated_dht import RecordSizes
 
 SPEEDS = (40, 20, 10, 4)
 """Samples per second, over and over: what two cores carry of the digits twelve times."""

@@ -30,8 +30,8 @@ from safetensors import safe_open
 
 from dht_config.invite import Invite
 from dht_config.manifest import example_manifest
-from p2p_trainer.links import LinkSpec, Network, available
 from p2p_trainer.metrics import read_metrics
+from p2p_trainer.rehearsal.links import LinkSpec, Network, available
 from peers.ledger import Ledger
 from peers.messages import unpack_receipts
 

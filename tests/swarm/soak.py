@@ -36,7 +36,7 @@ from harness import (
 )
 from soak_schedule import LINE_KINDS, Fault, Kind, Schedule, make_schedule
 
-from p2p_trainer.links import LinkSpec, available
+from p2p_trainer.rehearsal.links import LinkSpec, available
 
 RATES = (16.0, 12.0, 8.0, 4.0)
 """Samples per second, over and over."""

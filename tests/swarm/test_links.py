@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from harness import marked_processes, needs_links
 
-from p2p_trainer.links import LinkSpec, Network
+from p2p_trainer.rehearsal.links import LinkSpec, Network
 
 pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
 
@@ -158,7 +158,7 @@ def test_peers_see_only_their_own_line_and_nothing_is_left_of_it() -> None:
 def test_a_network_ends_with_the_program_that_made_it(tmp_path: Path) -> None:
     mark = tmp_path.name
     program = (
-        "import time, subprocess, sys; from p2p_trainer.links import LinkSpec, Network\n"
+        "import time, subprocess, sys; from p2p_trainer.rehearsal.links import LinkSpec, Network\n"
         "with Network({'a': LinkSpec()}) as network: print(network.address('a'), flush=True); time.sleep(60)"
     )
     for number in (signal.SIGKILL, signal.SIGINT):
@@ -180,7 +180,7 @@ def test_a_network_ends_with_the_program_that_made_it(tmp_path: Path) -> None:
 
 AS_A_USER = """
 import ctypes, json, signal, subprocess, sys
-from p2p_trainer.links import LinkSpec, Network
+from p2p_trainer.rehearsal.links import LinkSpec, Network
 
 def die_with_parent():
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -13,9 +13,9 @@ import math
 import pytest
 from harness import Swarm, assert_no_traceback
 
-from p2p_trainer.memory_limits import MemoryLimits, MemoryLimitsUnavailable
 from p2p_trainer.metrics import read_metrics
-from p2p_trainer.plan import FIT
+from p2p_trainer.planning.plan import FIT
+from p2p_trainer.rehearsal.memory_limits import MemoryLimits, MemoryLimitsUnavailable
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 

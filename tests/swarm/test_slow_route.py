@@ -7,7 +7,7 @@ import time
 import pytest
 from harness import FRAGMENTS, START_SECONDS, Swarm, assert_no_traceback, needs_links, small_manifest
 
-from p2p_trainer.links import LinkSpec
+from p2p_trainer.rehearsal.links import LinkSpec
 
 pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
 

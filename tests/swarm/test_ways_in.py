@@ -8,7 +8,7 @@ import pytest
 from harness import Swarm, assert_digests_agree, assert_no_traceback, needs_links
 
 from dht_config.errors import P2PTrainerError
-from p2p_trainer.links import Network
+from p2p_trainer.rehearsal.links import Network
 from peers.daemon import check_port_free
 
 pytestmark = pytest.mark.swarm

@@ -56,6 +56,21 @@ def test_imports_go_from_p2p_trainer_to_peers_to_dht_config_only(path: Path) -> 
     assert tops(path) & set(PACKAGES) <= allowed
 
 
+MAY_BE_IMPORTED_BY = {
+    "rehearsal": {"cli.py", "reporting.py", "rehearsal", "simulation"},
+    "simulation": {"cli.py", "simulation"},
+}
+"""What of ``p2p_trainer`` may use these: a peer that trains needs neither. ``reporting`` prints a scene's mistakes."""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "p2p_trainer").rglob("*.py")), ids=lambda path: path.name)
+def test_a_peer_needs_no_rehearsal(path: Path) -> None:
+    place = path.relative_to(ROOT / "p2p_trainer").parts[0]
+    used = {name.split(".")[1] for name in imported(tree_of(path)) if name.startswith("p2p_trainer.")}
+    for package, users in MAY_BE_IMPORTED_BY.items():
+        assert package not in used or place in users
+
+
 @each_module
 def test_nothing_shipped_imports_tests(path: Path) -> None:
     assert not tops(path) & {"tests", "pytest", "hypothesis"}

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from p2p_trainer.home_router import PRIVATE_ADDRESS, HomeRouter
+from p2p_trainer.rehearsal.home_router import PRIVATE_ADDRESS, HomeRouter
 
 PUBLIC, OTHER, STRANGER = "198.18.0.3", "198.18.0.1", "198.18.0.2"
 TCP, UDP, ICMP = 6, 17, 1

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from dht_config.errors import RehearsalError
-from p2p_trainer.link_router import QUEUE_BYTES, QUEUE_SECONDS, Line, address
-from p2p_trainer.links import LinkSpec, counted_bytes
+from p2p_trainer.rehearsal.link_router import QUEUE_BYTES, QUEUE_SECONDS, Line, address
+from p2p_trainer.rehearsal.links import LinkSpec, counted_bytes
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from p2p_trainer.memory_limits import (
+from p2p_trainer.rehearsal.memory_limits import (
     Hierarchy,
     MemoryLimits,
     MemoryLimitsUnavailable,
@@ -125,7 +125,7 @@ def test_without_a_memory_controller_it_is_said_why(tmp_path: Path, monkeypatch:
         ([], "no cgroup with the memory controller is mounted"),
         ([Hierarchy(2, tmp_path / "gone", tmp_path / "gone")], "No such file or directory"),
     ):
-        monkeypatch.setattr("p2p_trainer.memory_limits.hierarchies", lambda found=found: found)
+        monkeypatch.setattr("p2p_trainer.rehearsal.memory_limits.hierarchies", lambda found=found: found)
         with pytest.raises(MemoryLimitsUnavailable, match=why), MemoryLimits({"a": MEGABYTE}):
             pass
 
@@ -133,8 +133,8 @@ def test_without_a_memory_controller_it_is_said_why(tmp_path: Path, monkeypatch:
 def test_version_2_is_asked_for_what_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory in the kernel's place takes what is written, and says what the kernel would say."""
     top = group(tmp_path / "top", cgroup__controllers="memory", cgroup__subtree_control="cpu")
-    monkeypatch.setattr("p2p_trainer.memory_limits.hierarchies", lambda: [Hierarchy(2, top, top)])
-    monkeypatch.setattr("p2p_trainer.memory_limits.REMOVE_SECONDS", 0.0)
+    monkeypatch.setattr("p2p_trainer.rehearsal.memory_limits.hierarchies", lambda: [Hierarchy(2, top, top)])
+    monkeypatch.setattr("p2p_trainer.rehearsal.memory_limits.REMOVE_SECONDS", 0.0)
     limits = MemoryLimits({"a": 5 * MEGABYTE, "b": None})
     with limits:
         assert limits.directory is not None
@@ -184,7 +184,9 @@ def test_a_peer_gets_what_it_was_given_and_not_more() -> None:
 
 @needs_memory_limits
 def test_a_process_sees_the_memory_that_it_was_given() -> None:
-    program = "from p2p_trainer.memory_limits import memory_of_this_computer; print(memory_of_this_computer())"
+    program = (
+        "from p2p_trainer.rehearsal.memory_limits import memory_of_this_computer; print(memory_of_this_computer())"
+    )
     with MemoryLimits({"small": 64 * MEGABYTE}) as limits:
         assert int(run_in(limits, "small", program).stdout) == 64 * MEGABYTE
 
@@ -204,7 +206,7 @@ def test_a_group_that_somebody_is_in_stays_until_he_is_gone() -> None:
 @needs_memory_limits
 def test_groups_go_also_when_the_program_that_made_them_is_killed() -> None:
     program = (
-        "import signal\nfrom p2p_trainer.memory_limits import MemoryLimits\n"
+        "import signal\nfrom p2p_trainer.rehearsal.memory_limits import MemoryLimits\n"
         "with MemoryLimits({'a': None}) as limits: print(limits.directory, flush=True); signal.pause()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:

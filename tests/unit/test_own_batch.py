@@ -8,8 +8,8 @@ from hivemind.p2p import PeerID
 from torch import nn
 
 from dht_config.manifest import RunManifest, example_manifest, parse_manifest
-from p2p_trainer.compute import compute_dtype_of, in_dtype
 from p2p_trainer.modes import LocalMode
+from p2p_trainer.planning.compute import compute_dtype_of, in_dtype
 from p2p_trainer.strategies import build_strategy
 from p2p_trainer.target import layout_of
 from p2p_trainer.tasks import Task, load_task

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from dht_config.errors import ExitCode, PlanError, UsageError
 from dht_config.manifest import RunManifest, parse_manifest
 from p2p_trainer.machine_checks import AVERAGING_BYTES, PROCESSES_BYTES
-from p2p_trainer.plan import FIT, STEPS_PER_CYCLE, plan, probe_budget, trained_in_probe
-from p2p_trainer.plan_facts import NO_WISHES, Link, Machine, Measurement, Model, Plan, SwarmFacts, Wishes
+from p2p_trainer.planning.plan import FIT, STEPS_PER_CYCLE, plan, probe_budget, trained_in_probe
+from p2p_trainer.planning.plan_facts import NO_WISHES, Link, Machine, Measurement, Model, Plan, SwarmFacts, Wishes
 from p2p_trainer.strategies import STRATEGIES, ModelFacts, StrategyName, fixed_bytes
 from p2p_trainer.throughput import Throughput
 from peers.fragments import cut

@@ -11,14 +11,14 @@ import pytest
 import torch
 from test_plan import FULL, PARAMETERS, RAN_OUT, machine, manifest, measurement, model
 
-from p2p_trainer import planner as planning
 from p2p_trainer.hardware import DeviceFacts, Hardware
 from p2p_trainer.limits import Limits, read_limits
-from p2p_trainer.plan_facts import NO_WISHES, Link, Machine, Measurement, Plan, SwarmFacts, Wishes
-from p2p_trainer.planner import Planner, machine_of, model_of, own_bytes
-from p2p_trainer.probe import Prober, ProbeRequest
-from p2p_trainer.probe_cache import ProbeCache
-from p2p_trainer.reality import DRIFT, DRIFT_SECONDS, RealityWatch
+from p2p_trainer.planning import planner as planning
+from p2p_trainer.planning.plan_facts import NO_WISHES, Link, Machine, Measurement, Plan, SwarmFacts, Wishes
+from p2p_trainer.planning.planner import Planner, machine_of, model_of, own_bytes
+from p2p_trainer.planning.probe import Prober, ProbeRequest
+from p2p_trainer.planning.probe_cache import ProbeCache
+from p2p_trainer.planning.reality import DRIFT, DRIFT_SECONDS, RealityWatch
 from p2p_trainer.strategies import StrategyName
 from p2p_trainer.target import blank_model
 from p2p_trainer.tasks import load_task

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from dht_config.errors import DataError
 from dht_config.manifest import RunManifest, parse_manifest
-from p2p_trainer import probe
-from p2p_trainer.memory_limits import MemoryLimits
-from p2p_trainer.probe import Prober, ProbeRequest, allow_no_more_than, start_prober
+from p2p_trainer.planning import probe
+from p2p_trainer.planning.probe import Prober, ProbeRequest, allow_no_more_than, start_prober
+from p2p_trainer.rehearsal.memory_limits import MemoryLimits
 from p2p_trainer.tasks import Batch
 from p2p_trainer.throughput import Throughput, measure_micro_batches
 
@@ -234,7 +234,7 @@ HUNGRY = """
 import json, sys
 import torch
 sys.path.insert(0, {here!r})
-from p2p_trainer import probe
+from p2p_trainer.planning import probe
 from test_probe import ONE, Tiny, request
 
 def hungry(*arguments, **named):

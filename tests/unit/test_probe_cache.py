@@ -11,10 +11,10 @@ import pytest
 from filelock import FileLock
 
 from dht_config.manifest import example_manifest, parse_manifest
-from p2p_trainer import probe_cache
 from p2p_trainer.hardware import DeviceFacts
-from p2p_trainer.plan_facts import Measurement
-from p2p_trainer.probe_cache import Entry, ProbeCache, default_cache_directory, key_of
+from p2p_trainer.planning import probe_cache
+from p2p_trainer.planning.plan_facts import Measurement
+from p2p_trainer.planning.probe_cache import Entry, ProbeCache, default_cache_directory, key_of
 from p2p_trainer.throughput import Throughput
 
 MANIFEST = parse_manifest(example_manifest("digits"), source="a test")

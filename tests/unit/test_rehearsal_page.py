@@ -7,12 +7,12 @@ from xml.etree.ElementTree import Element, fromstring, tostring
 
 import pytest
 
-from p2p_trainer.charts import Axis, BarRow, Point, Segment, Track, bars, curve, round_step
-from p2p_trainer.markup import element, percent, to_html
-from p2p_trainer.rehearsal_page import rehearsal_page
-from p2p_trainer.rehearsed_peer import LineCount, PeerRecord, PlayedLife
-from p2p_trainer.report import RehearsedRun, Report, build_report
-from p2p_trainer.round_chart import MAX_COLUMNS, round_chart, rounds_of_a_column
+from p2p_trainer.rehearsal.charts import Axis, BarRow, Point, Segment, Track, bars, curve, round_step
+from p2p_trainer.rehearsal.markup import element, percent, to_html
+from p2p_trainer.rehearsal.rehearsal_page import rehearsal_page
+from p2p_trainer.rehearsal.rehearsed_peer import LineCount, PeerRecord, PlayedLife
+from p2p_trainer.rehearsal.report import RehearsedRun, Report, build_report
+from p2p_trainer.rehearsal.round_chart import MAX_COLUMNS, round_chart, rounds_of_a_column
 
 RUN = RehearsedRun(seconds=60.0, fragments=2, tick_seconds=1.0)
 HOSTILE = """<script>alert("1")</script>&amp;'"<img src=x onerror=alert(1)>"""

@@ -13,18 +13,18 @@ from rich.console import Console
 
 from dht_config.errors import DirectoryError, ManifestError, P2PTrainerError, RehearsalError, UsageError
 from dht_config.manifest import example_manifest, parse_manifest
-from p2p_trainer import emulation, memory_limits
-from p2p_trainer import rehearse as rehearse_module
-from p2p_trainer.forecast import _ordinal, forecast, memory_in_words
-from p2p_trainer.links import Availability
-from p2p_trainer.memory_limits import MemoryLimits, MemoryLimitsUnavailable, MemoryUse, hierarchies
 from p2p_trainer.metrics import read_metrics
-from p2p_trainer.rehearsal_view import print_report
-from p2p_trainer.rehearse import START_SECONDS, RehearseOptions, rehearse, start_limit_seconds
-from p2p_trainer.rehearsed_peer import LineCount, PeerRecord, PlayedLife, TimeUse
-from p2p_trainer.rehearsed_processes import ProgramCommands
-from p2p_trainer.report import RehearsedRun, Report, build_report, problems, verdict
-from p2p_trainer.scene import parse_peers
+from p2p_trainer.rehearsal import emulation, memory_limits
+from p2p_trainer.rehearsal import rehearse as rehearse_module
+from p2p_trainer.rehearsal.forecast import _ordinal, forecast, memory_in_words
+from p2p_trainer.rehearsal.links import Availability
+from p2p_trainer.rehearsal.memory_limits import MemoryLimits, MemoryLimitsUnavailable, MemoryUse, hierarchies
+from p2p_trainer.rehearsal.rehearsal_view import print_report
+from p2p_trainer.rehearsal.rehearse import START_SECONDS, RehearseOptions, rehearse, start_limit_seconds
+from p2p_trainer.rehearsal.rehearsed_peer import LineCount, PeerRecord, PlayedLife, TimeUse
+from p2p_trainer.rehearsal.rehearsed_processes import ProgramCommands
+from p2p_trainer.rehearsal.report import RehearsedRun, Report, build_report, problems, verdict
+from p2p_trainer.rehearsal.scene import parse_peers
 
 RUN = RehearsedRun(seconds=20.0, fragments=2, tick_seconds=1.5)  # a cycle of 3 s
 

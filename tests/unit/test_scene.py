@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dht_config.errors import UsageError
 from p2p_trainer.machines import MACHINES, memory_text, read_memory
-from p2p_trainer.scene import (
+from p2p_trainer.rehearsal.scene import (
     MAX_PEERS,
     EmulatedPeer,
     Life,
@@ -16,7 +16,7 @@ from p2p_trainer.scene import (
     parse_churn,
     parse_peers,
 )
-from p2p_trainer.scene_file import load_scene
+from p2p_trainer.rehearsal.scene_file import load_scene
 
 
 def speeds(text: str) -> list[float]:

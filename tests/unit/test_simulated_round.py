@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from p2p_trainer.links import LinkSpec
-from p2p_trainer.simulated_peer import peer_id_of
-from p2p_trainer.simulated_round import Line, Participant, RoundFlow, play_round
+from p2p_trainer.rehearsal.links import LinkSpec
+from p2p_trainer.simulation.simulated_peer import peer_id_of
+from p2p_trainer.simulation.simulated_round import Line, Participant, RoundFlow, play_round
 from peers.closing import ClosingTimes
 from peers.codecs import get_codec
 from peers.ledger import PendingSpan

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dht_config.manifest import example_manifest, parse_manifest
-from p2p_trainer.scene import Scene, parse_peers
-from p2p_trainer.simulate import play, played, random_peers
-from p2p_trainer.simulated_dht import RecordSizes, dht_load
-from p2p_trainer.simulated_swarm import SimulatedSwarm
+from p2p_trainer.rehearsal.scene import Scene, parse_peers
+from p2p_trainer.simulation.simulate import play, played, random_peers
+from p2p_trainer.simulation.simulated_dht import RecordSizes, dht_load
+from p2p_trainer.simulation.simulated_swarm import SimulatedSwarm
 
 MANIFEST = parse_manifest(example_manifest("stdlib-text"), "the example")
 FRAGMENTS = [30_000, 28_000, 31_000, 29_000]

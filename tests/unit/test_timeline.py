@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from p2p_trainer.rehearsed_peer import Account, PeerRecord, PlayedLife, TimeUse, time_use
-from p2p_trainer.timeline import PeerRound, Timeline, TimelineClock, build_timeline, cadence
+from p2p_trainer.rehearsal.rehearsed_peer import Account, PeerRecord, PlayedLife, TimeUse, time_use
+from p2p_trainer.rehearsal.timeline import PeerRound, Timeline, TimelineClock, build_timeline, cadence
 
 CLOCK = TimelineClock(zero=1000.0, scene_zero=1003.0, run_start=400.0, tick_seconds=1.5)  # tick 400 begins at zero
 

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from dht_config.errors import UsageError
 from dht_config.manifest import RunManifest, example_manifest, parse_manifest
-from p2p_trainer.rehearse import RehearseOptions
-from p2p_trainer.scene import Life, Scene, Stay, parse_peers
-from p2p_trainer.virtual_time import VirtualRehearsal, played, rehearse_in_virtual_time
+from p2p_trainer.rehearsal.rehearse import RehearseOptions
+from p2p_trainer.rehearsal.scene import Life, Scene, Stay, parse_peers
+from p2p_trainer.simulation.virtual_time import VirtualRehearsal, played, rehearse_in_virtual_time
 
 
 def manifest_of(**sections: dict[str, Any]) -> RunManifest:
