@@ -65,6 +65,9 @@ class Nothing:
             {leader.to_bytes(): ValueWithExpiration(value=True, expiration_time=expiration)}, expiration
         )
 
+    def begin(self, *arguments: Any) -> None:
+        """The leader is there from the beginning."""
+
     async def store(self, *arguments: Any, **named: Any) -> bool:
         return True
 
