@@ -200,8 +200,11 @@ class Presence:
         """Renew the view by what a few peers know; by the DHT as well if it is time, or if none of them answers."""
         due = self._read_dht_at + dht_reading_seconds(len(self.view.members))
         told, self._to_ask = self._to_ask & self.view.members.keys(), set()
-        asked = told or self._gossip.partners(self.view.members, self._dead)
-        if self._run.clock.now() < due and await self._gossip.ask_some(asked):
+        partners = self._gossip.partners(self.view.members, self._dead)
+        if told:
+            # In any case: a peer that says so all the time must not be the only one that we hear.
+            self._run.tasks.spawn(self._gossip.ask_all(partners))
+        if self._run.clock.now() < due and await self._gossip.ask_some(told or partners):
             self._see({})
         else:
             await self.refresh(told)
@@ -210,7 +213,7 @@ class Presence:
         """What we do from now on is told to all, not passed on: a quorum is most of those that train."""
         reachable = {peer: member for peer, member in self.view.members.items() if self.can_meet(peer)}
         peers = choose_partners(reachable, self._dead, MOST_TOLD)
-        await asyncio.gather(*(self._gossip.ask(peer) for peer in peers))
+        await self._gossip.ask_all(peers)
 
     def answer_news(self, request: NewsAsk) -> News:
         """What others are to hear of us and of everybody."""

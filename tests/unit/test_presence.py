@@ -22,6 +22,7 @@ from peers.messages import NewsAsk, NewsAskHeader
 from peers.presence import RECORD_SECONDS, Presence
 from peers.round import RoundVoid
 from peers.settings import Role
+from peers.tasks import Tasks
 
 SCHEDULE = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=2)
 Status = Literal["syncing", "training", "serving", "leaving"]
@@ -59,6 +60,7 @@ class Records(Presence):
         run = SimpleNamespace(
             clock=SimpleNamespace(now=lambda: self.now),
             life=Life(),
+            tasks=Tasks(),
             schedule=SCHEDULE,
             manifest=SimpleNamespace(averaging=SimpleNamespace(codec="float32")),
             node=SimpleNamespace(protocol=protocol, store=store),
@@ -199,6 +201,20 @@ def test_whose_records_have_changed_is_asked_itself() -> None:
     asyncio.run(records.hear())
     asyncio.run(records.hear())
     assert gossip.asked[0] == [str(two)] and gossip.asked[1] != gossip.asked[0]
+
+
+def test_who_always_has_news_is_not_the_only_one_that_is_asked() -> None:
+    records, gossip = hearing()
+    noisy = PeerID(b"\x12\x20" + bytes(32))
+    records.others(**{"one": member(), "three": member(), str(noisy): member()})
+
+    async def hear() -> None:
+        records.look(noisy)
+        await records.hear()
+        await records._run.tasks.settle(10.0)
+
+    asyncio.run(hear())
+    assert sorted(gossip.asked) == sorted([[str(noisy)], [str(noisy)], ["one"]])
 
 
 def test_what_is_told_is_what_is_so_now() -> None:
