@@ -125,7 +125,7 @@ def claims_of(news: PeerNews) -> tuple[Claim, ...]:
 
 
 def newest(*views: Mapping[str, Member]) -> dict[str, Member]:
-    """Of every peer the record that expires last."""
+    """Of every peer the record that expires last; of equal ones that of the first view."""
     found: dict[str, Member] = {}
     for view in views:
         for peer, member in view.items():

@@ -226,7 +226,8 @@ class Presence:
         now, before = self._run.clock.now(), self.view.members
         # A record that a search missed still stands until it expires: a hiccup must not make a peer think it is alone.
         standing = {peer: member for peer, member in before.items() if member.expires > now}
-        members = newest(standing, found, self._newsroom.members())
+        # News first: in the DHT a peer's newest profile may lie beside claims of a moment before.
+        members = newest(self._newsroom.members(), standing, found)
         members.pop(self._own_peer, None)
         if any(peer not in before or member.expires > before[peer].expires for peer, member in members.items()):
             self._company.news(members, now)
@@ -521,8 +522,8 @@ def coverage(profiles: Iterable[PeerProfile], num_fragments: int) -> list[float]
 
 
 def refresh_seconds(tick_seconds: float) -> float:
-    """How often others are asked for news, if nothing happens in between."""
-    return max(0.25, tick_seconds / 2)
+    """How often others are asked for news, if nothing happens in between: however long a tick is, records run out."""
+    return min(PUBLISH_SECONDS, max(0.25, tick_seconds / 2))
 
 
 def _claims_of(members: Iterable[Member], fragment: int) -> Iterator[Claim]:
