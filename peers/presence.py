@@ -90,9 +90,7 @@ class Presence:
         self._goodbye = False
         self._own_record: Member | None = None
         self._dead: dict[str, float] = {}
-        self._newsroom = Newsroom(
-            run.settings.run_id, run.own_id, run.clock.now, fragments=len(run.fragments)
-        )
+        self._newsroom = Newsroom(run.settings.run_id, run.own_id, run.clock.now, fragments=len(run.fragments))
         self._gossip = Gossip(self._newsroom, run.stub, run.clock.now, lambda: run.node.protocol.wait_timeout)
         self._to_ask: set[str] = set()
         """Peers that say that their records have changed."""
