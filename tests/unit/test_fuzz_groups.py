@@ -65,6 +65,9 @@ class Nothing:
             {leader.to_bytes(): ValueWithExpiration(value=True, expiration_time=expiration)}, expiration
         )
 
+    def begin(self, key: str, place: int, seconds: float) -> None:
+        pass
+
     async def store(self, *arguments: Any, **named: Any) -> bool:
         return True
 
