@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
@@ -30,6 +31,9 @@ from peers.ways_in import announced, best_first, split_line
 
 DIALS_AT_ONCE = 8
 ADDRESSES_PER_PEER = 4
+MOST_MISSING = 256
+SOUGHT_AT_ONCE = 16
+"""Of the missing, by one search: who finds one of a part of the swarm hears of all of it."""
 KNOCK_SECONDS = 5.0
 """For a connection, as libp2p gives it."""
 
@@ -74,7 +78,7 @@ class Contact:
         """Note who vanished without a goodbye."""
         now = self._run.clock.now()
         for peer, addresses in before.items():
-            if peer not in members and peer not in self._left:
+            if peer not in members and peer not in self._left and len(self._missing) < MOST_MISSING:
                 self._missing[peer] = now, addresses
                 self._pauses, self._search_at = self._pauses_anew(), now
         self._left = {peer for peer, member in members.items() if member.profile.status == "leaving"}
@@ -117,7 +121,12 @@ class Contact:
     def _wanted(self) -> list[Address]:
         """Where those may be that are missing, and the doors that we were given."""
         doors = [address for address in self._run.settings.addresses if address.peer_id not in self._known]
-        return [*doors, *parse_addresses([text for _, texts in self._missing.values() for text in texts])[0]]
+        found = list(doors)
+        # What a record says of others, or too much, would have the whole swarm knock at whatever a stranger likes.
+        for peer in random.sample(list(self._missing), min(SOUGHT_AT_ONCE, len(self._missing))):
+            good, _ = parse_addresses(self._missing[peer][1][:ADDRESSES_PER_PEER])
+            found += [address for address in good if address.peer_id == peer][:ADDRESSES_PER_PEER]
+        return found
 
     async def search(self, *, silent: bool) -> bool:
         """Look for old friends and doors; returns whether somebody answered.

@@ -217,6 +217,24 @@ def test_who_has_left_or_is_gone_for_long_is_not_looked_for(tmp_path: Path) -> N
     assert not line.contact.is_time_to_search(line.now, silent=False)
 
 
+def test_many_that_vanish_have_nobody_knock_at_more_than_a_few_doors_and_at_none_of_a_strangers(tmp_path: Path) -> None:
+    line = Line(tmp_path, [], lambda peer, ping: False)
+    members: dict[str, Any] = {}
+    for number in range(2 * peers.contact.MOST_MISSING):
+        peer = PeerID(b"\x12\x20" + number.to_bytes(32, "big"))
+        texts = [f"/ip4/9.9.9.9/tcp/{port}/p2p/{peer}" for port in range(1, 17)]
+        foreign = f"/ip4/9.9.9.9/tcp/99/p2p/{ONE}"
+        addresses = (foreign, ",".join(texts[:2]), *texts[2:])
+        members[str(peer)] = SimpleNamespace(profile=SimpleNamespace(status="training", addresses=addresses))
+    line.run.tasks = SimpleNamespace(spawn=lambda coroutine: coroutine.close())
+    line.contact.meet(members, ())
+    line.contact.meet({}, ())
+    wanted = line.contact._wanted()
+    assert 0 < len(wanted) <= peers.contact.SOUGHT_AT_ONCE * peers.contact.ADDRESSES_PER_PEER
+    assert not [address for address in wanted if address.peer_id == str(ONE)]
+    assert len(line.contact._missing) <= peers.contact.MOST_MISSING
+
+
 def test_an_address_of_an_interface_that_nobody_can_use_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
