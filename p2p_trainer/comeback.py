@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dht_config.errors import P2PTrainerError, SwarmProcessDied
+from dht_config.errors import P2PTrainerError, SwarmProcessDied, UnreachableError
 
 WAIT_SECONDS = (1.0, 5.0, 20.0, 60.0, 300.0)
 """Before the first comeback in a row, the second, ...; after the last one the command ends."""
@@ -27,6 +27,8 @@ STEADY_SECONDS = 900.0
 ENVIRONMENT_NAME = "_P2P_TRAINER_COMEBACKS"
 """How many in a row led to this start; set by us alone."""
 POLL_SECONDS = 0.1
+LATE_SECONDS = 60.0
+"""For a checkpoint that is being written; the one before it stands. A library's pool of idle threads never ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,12 @@ def next_comeback(
     error: P2PTrainerError, lived_seconds: float, environment: Mapping[str, str] = os.environ
 ) -> Comeback | None:
     """Whether to come back after a life of this length; None if that does not help, or did not several times."""
-    if not isinstance(error, SwarmProcessDied):
-        return None
     text = environment.get(ENVIRONMENT_NAME, "")
     before = int(text) if text.isdecimal() and lived_seconds < STEADY_SECONDS else 0
+    # Who has come back and finds nobody: the line may be what the part that died had died of.
+    helps = isinstance(error, SwarmProcessDied) or (before > 0 and isinstance(error, UnreachableError))
+    if not helps:
+        return None
     return Comeback(before + 1) if before < len(WAIT_SECONDS) else None
 
 
@@ -62,9 +66,10 @@ def wait(comeback: Comeback, check: Callable[[], None]) -> None:
 
 def start_again(comeback: Comeback) -> None:
     """Put a fresh start of the same command in this process's place; does not return."""
+    until = time.monotonic() + LATE_SECONDS
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()  # a checkpoint that is being written
+            thread.join(max(0.0, until - time.monotonic()))
     os.environ[ENVIRONMENT_NAME] = str(comeback.number)
     sys.stdout.flush()
     sys.stderr.flush()

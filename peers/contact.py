@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from dht_config.address import Address, parse_address, parse_addresses
+from dht_config.address import Address, parse_addresses
 from peers.company import GONE_SECONDS
 from peers.context import RunContext
 from peers.daemon import DialOutcome, dial
@@ -30,6 +31,9 @@ from peers.ways_in import announced, best_first, split_line
 
 DIALS_AT_ONCE = 8
 ADDRESSES_PER_PEER = 4
+MOST_MISSING = 256
+SOUGHT_AT_ONCE = 16
+"""Of the missing, by one search: who finds one of a part of the swarm hears of all of it."""
 KNOCK_SECONDS = 5.0
 """For a connection, as libp2p gives it."""
 
@@ -48,6 +52,8 @@ class Contact:
         self._missing: dict[str, tuple[float, tuple[str, ...]]] = {}
         """Peers whose records ran out: since when, and their addresses."""
         self._left: set[str] = set()
+        self._greeting: set[str] = set()
+        """Peers that are being dialled."""
         self._answered: set[str] = set()
         """Peers that did when we dialled them."""
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
@@ -61,15 +67,18 @@ class Contact:
         """Connect to peers we have not met, or not at these addresses, and remember the way to all of them."""
         before, self._known = self._known, {peer: member.profile.addresses for peer, member in members.items()}
         self._miss(before, members)
+        # Whoever has other addresses all the time waits until the last ones have been dialled.
+        self._known.update({peer: before.get(peer, ()) for peer in self._greeting & self._known.keys()})
         fresh = {peer: addresses for peer, addresses in self._known.items() if before.get(peer) != addresses}
         if fresh:
+            self._greeting |= {peer for peer, addresses in fresh.items() if addresses}
             self._run.tasks.spawn(self._greet_all(fresh, training))
 
     def _miss(self, before: Mapping[str, tuple[str, ...]], members: Mapping[str, Member]) -> None:
         """Note who vanished without a goodbye."""
         now = self._run.clock.now()
         for peer, addresses in before.items():
-            if peer not in members and peer not in self._left:
+            if peer not in members and peer not in self._left and len(self._missing) < MOST_MISSING:
                 self._missing[peer] = now, addresses
                 self._pauses, self._search_at = self._pauses_anew(), now
         self._left = {peer for peer, member in members.items() if member.profile.status == "leaving"}
@@ -84,7 +93,10 @@ class Contact:
 
         async def greet(peer: str, addresses: Sequence[Address]) -> str | None:
             good = [address for address in addresses if address.peer_id == peer]
-            return peer if any(await asyncio.gather(*(self._greet(address) for address in good))) else None
+            try:
+                return peer if any(await asyncio.gather(*(self._greet(address) for address in good))) else None
+            finally:
+                self._greeting.discard(peer)
 
         self._answered -= fresh.keys()
         self._answered |= set(filter(None, await asyncio.gather(*(greet(*way) for way in ways.items()))))
@@ -109,7 +121,12 @@ class Contact:
     def _wanted(self) -> list[Address]:
         """Where those may be that are missing, and the doors that we were given."""
         doors = [address for address in self._run.settings.addresses if address.peer_id not in self._known]
-        return [*doors, *parse_addresses([text for _, texts in self._missing.values() for text in texts])[0]]
+        found = list(doors)
+        # What a record says of others, or too much, would have the whole swarm knock at whatever a stranger likes.
+        for peer in random.sample(list(self._missing), min(SOUGHT_AT_ONCE, len(self._missing))):
+            good, _ = parse_addresses(self._missing[peer][1][:ADDRESSES_PER_PEER])
+            found += [address for address in good if address.peer_id == peer][:ADDRESSES_PER_PEER]
+        return found
 
     async def search(self, *, silent: bool) -> bool:
         """Look for old friends and doors; returns whether somebody answered.
@@ -155,19 +172,25 @@ class Contact:
         if self._renewing or not self._run.addresses or self._run.settings.network.announce:
             return
         self._renewing = True
-        with suppress(*TRANSPORT_ERRORS):
-            visible = [str(address) for address in await self._run.p2p.get_visible_maddrs(latest=True)]
-            if self._visible is None:
-                self._visible = visible
-            elif visible and visible != self._visible:
-                port = parse_address(visible[0]).transport.port
-                hosts = await hosts_reached(self._run.stub, [PeerID.from_base58(peer) for peer in others], port)
-                self._visible = visible
-                found = announced(visible, hosts or ())
-                if set(found) - set(self._run.addresses):
-                    self._run.addresses[:] = found
-                    self._on_news()
-        self._renewing = False
+        try:
+            with suppress(*TRANSPORT_ERRORS):
+                await self._renew_addresses(others)
+        finally:
+            self._renewing = False
+
+    async def _renew_addresses(self, others: Sequence[str]) -> None:
+        visible = [str(address) for address in await self._run.p2p.get_visible_maddrs(latest=True)]
+        known, _ = parse_addresses(visible)  # of an interface there may be some that nobody can use
+        if self._visible is None:
+            self._visible = visible
+        elif known and visible != self._visible:
+            asked = [PeerID.from_base58(peer) for peer in others]
+            hosts = await hosts_reached(self._run.stub, asked, known[0].transport.port)
+            self._visible = visible
+            found = announced(visible, hosts or ())
+            if set(found) - set(self._run.addresses):
+                self._run.addresses[:] = found
+                self._on_news()
 
     async def _look_up(self, address: Address) -> PeerID | None:
         """The peer at an address, if it is there and answers."""

@@ -60,6 +60,10 @@ class Gossip:
             answered = any(task.result() for task in done)
         return answered
 
+    async def ask_all(self, peers: Iterable[str]) -> None:
+        """Until each of these peers has answered, or has not in time."""
+        await asyncio.gather(*(self.ask(peer) for peer in peers))
+
     async def ask(self, peer: str) -> bool:
         """Ask a peer, by its base58 id, for news, and tell it ours. Whether it answered."""
         request = NewsAsk(NewsAskHeader(have=self._newsroom.have()), self._newsroom.own)

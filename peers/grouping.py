@@ -157,6 +157,8 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         self._auxiliary = self._ourselves
         """Members of the group that we lead which no quorum counts."""
         self._silent_leaders = silent_leaders
+        self._absent: frozenset[bytes] = frozenset()
+        """Likely members that were not in the last group. Who never leads must not silence those who would."""
         self._size = size
         self._possible_samples = possible_samples
         self._run_id = run_id
@@ -191,6 +193,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         self._auxiliary = set(self._ourselves)
         self.schema_hash = search.schema_hash
         self._dht.begin(self.group_key_manager.current_key, self._place(search), search.get_timeout())
+        self._absent = frozenset(self._likely_members(search.tick))
         try:
             group = await self.look_for_group(search)
         except (MatchmakingException, AssertionError, *TRANSPORT_ERRORS):
@@ -200,6 +203,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         members = self._members(group.peer_ids, group.gathered, search) if group is not None else None
         if group is None or members is None:
             return None
+        self._absent -= {member.peer_id.to_bytes() for member in members}
         if not self._is_quorum({str(member.peer_id) for member in members if not member.auxiliary}):
             return None  # the leader's word is not enough: a group of too few could make a rival base
         return group.group_id, members
@@ -208,8 +212,9 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         """How many others would rather lead: of equal deadlines the lower peer id goes first."""
         others = set(self._likely_members(search.tick)) - set(self._silent_leaders.distrusted(search.now()))
         own_id: bytes = self.peer_id.to_bytes()
-        before = sum(peer_id < own_id for peer_id in others)
-        return max(1, before) if search.follows else before
+        before = {peer_id for peer_id in others if peer_id < own_id}
+        place = len(before - self._absent)
+        return max(1, place) if search.follows or before else place
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext

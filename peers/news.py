@@ -27,6 +27,7 @@ from peers.lineage import Claim
 from peers.membership import Member
 
 MOST_PEERS = 4096
+"""This one included: what it has must fit into a question."""
 MOST_ANSWERED_BYTES = 512 * 1024
 """Of one answer; the rest comes with the next."""
 _HAVE = struct.Struct("<8sd")
@@ -37,10 +38,11 @@ class Newsroom:
     """The newest news that this peer has of everybody, itself included.
 
     :param now: swarm time, seconds
+    :param fragments: of the run: more claims than that nobody has to tell, and everybody would have to keep
     """
 
-    def __init__(self, run_id: str, own_id: bytes, now: Callable[[], float]) -> None:
-        self._run_id, self._own_id, self._now = run_id, own_id, now
+    def __init__(self, run_id: str, own_id: bytes, now: Callable[[], float], *, fragments: int) -> None:
+        self._run_id, self._own_id, self._now, self._fragments = run_id, own_id, now, fragments
         self._sealed: dict[bytes, bytes] = {}
         self._news: dict[bytes, PeerNews] = {}
 
@@ -91,7 +93,9 @@ class Newsroom:
     def take_one(self, sealed: bytes) -> bool:
         """The same for one peer's news."""
         with suppress(RecordError):
-            if len(sealed) <= MAX_NEWS_BYTES and (news := open_news(sealed, self._run_id, self._wants)) is not None:
+            if len(sealed) > MAX_NEWS_BYTES or (news := open_news(sealed, self._run_id, self._wants)) is None:
+                return False
+            if news.state is None or len(news.state.fragments) == self._fragments:
                 self._news[news.peer_id], self._sealed[news.peer_id] = news, sealed
                 return True
         return False
@@ -100,7 +104,8 @@ class Newsroom:
         if peer_id == self._own_id or not self._now() < expires <= self._now() + PEER_RECORD_LIFETIME_SECONDS:
             return False
         known = self._news.get(peer_id)
-        return expires > known.expires if known is not None else len(self._news) < MOST_PEERS
+        others = len(self._news) - (self._own_id in self._news)
+        return expires > known.expires if known is not None else others < MOST_PEERS - 1
 
     def _forget_expired(self) -> None:
         now = self._now()
@@ -125,7 +130,7 @@ def claims_of(news: PeerNews) -> tuple[Claim, ...]:
 
 
 def newest(*views: Mapping[str, Member]) -> dict[str, Member]:
-    """Of every peer the record that expires last."""
+    """Of every peer the record that expires last; of equal ones that of the first view."""
     found: dict[str, Member] = {}
     for view in views:
         for peer, member in view.items():

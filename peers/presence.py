@@ -90,7 +90,7 @@ class Presence:
         self._goodbye = False
         self._own_record: Member | None = None
         self._dead: dict[str, float] = {}
-        self._newsroom = Newsroom(run.settings.run_id, run.own_id, run.clock.now)
+        self._newsroom = Newsroom(run.settings.run_id, run.own_id, run.clock.now, fragments=len(run.fragments))
         self._gossip = Gossip(self._newsroom, run.stub, run.clock.now, lambda: run.node.protocol.wait_timeout)
         self._to_ask: set[str] = set()
         """Peers that say that their records have changed."""
@@ -200,8 +200,11 @@ class Presence:
         """Renew the view by what a few peers know; by the DHT as well if it is time, or if none of them answers."""
         due = self._read_dht_at + dht_reading_seconds(len(self.view.members))
         told, self._to_ask = self._to_ask & self.view.members.keys(), set()
-        asked = told or self._gossip.partners(self.view.members, self._dead)
-        if self._run.clock.now() < due and await self._gossip.ask_some(asked):
+        partners = self._gossip.partners(self.view.members, self._dead)
+        if told:
+            # In any case: a peer that says so all the time must not be the only one that we hear.
+            self._run.tasks.spawn(self._gossip.ask_all(partners))
+        if self._run.clock.now() < due and await self._gossip.ask_some(told or partners):
             self._see({})
         else:
             await self.refresh(told)
@@ -210,7 +213,7 @@ class Presence:
         """What we do from now on is told to all, not passed on: a quorum is most of those that train."""
         reachable = {peer: member for peer, member in self.view.members.items() if self.can_meet(peer)}
         peers = choose_partners(reachable, self._dead, MOST_TOLD)
-        await asyncio.gather(*(self._gossip.ask(peer) for peer in peers))
+        await self._gossip.ask_all(peers)
 
     def answer_news(self, request: NewsAsk) -> News:
         """What others are to hear of us and of everybody."""
@@ -223,7 +226,8 @@ class Presence:
         now, before = self._run.clock.now(), self.view.members
         # A record that a search missed still stands until it expires: a hiccup must not make a peer think it is alone.
         standing = {peer: member for peer, member in before.items() if member.expires > now}
-        members = newest(standing, found, self._newsroom.members())
+        # News first: in the DHT a peer's newest profile may lie beside claims of a moment before.
+        members = newest(self._newsroom.members(), standing, found)
         members.pop(self._own_peer, None)
         if any(peer not in before or member.expires > before[peer].expires for peer, member in members.items()):
             self._company.news(members, now)
@@ -518,8 +522,8 @@ def coverage(profiles: Iterable[PeerProfile], num_fragments: int) -> list[float]
 
 
 def refresh_seconds(tick_seconds: float) -> float:
-    """How often others are asked for news, if nothing happens in between."""
-    return max(0.25, tick_seconds / 2)
+    """How often others are asked for news, if nothing happens in between: however long a tick is, records run out."""
+    return min(PUBLISH_SECONDS, max(0.25, tick_seconds / 2))
 
 
 def _claims_of(members: Iterable[Member], fragment: int) -> Iterator[Claim]:

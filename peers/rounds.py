@@ -263,9 +263,11 @@ class RoundKeeper:
         """:raises _Lost: no group or no whole average, and another attempt may do better :raises RoundVoid:"""
         group_id, members = await self._find_group(attempt, begins, state, brought)
         if attempt:
-            # Those who have every answer of the first attempt have told of its base by now: no rival to that one.
+            # Those who have every answer of an earlier attempt are not in this one, and hold its base: no rival to it.
+            failed = {str(PeerID(peer_id)) for peer_id in self._reducers.distrusted(self._run.clock.now())}
+            asked = {*(str(member.peer_id) for member in members), *(state.unresolved_mates - failed)}
             try:
-                await self._presence.refresh([str(member.peer_id) for member in members])
+                await self._presence.refresh(asked)
             except TRANSPORT_ERRORS as error:
                 raise RoundVoid("the records of other peers could not be read") from error
         # Whoever is alone has just read the records anew: after a long sleep a serving peer may hold what others made.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dht_config.errors import DeviceLostError, DirectoryError, ExitCode, SwarmProcessDied
+from dht_config.errors import DeviceLostError, DirectoryError, ExitCode, SwarmProcessDied, UnreachableError
 from p2p_trainer import comeback, session
 from p2p_trainer.cli import app
 from p2p_trainer.comeback import ENVIRONMENT_NAME, STEADY_SECONDS, WAIT_SECONDS, Comeback, next_comeback, wait
@@ -39,6 +39,13 @@ def test_after_a_long_life_counting_begins_anew() -> None:
 @pytest.mark.parametrize("error", [DirectoryError("full"), DeviceLostError("gone")])
 def test_what_starting_again_does_not_help_against_ends_the_command(error: DirectoryError | DeviceLostError) -> None:
     assert next_comeback(error, STEADY_SECONDS, {}) is None
+
+
+def test_who_finds_nobody_tries_again_if_it_has_come_back_but_not_at_its_first_start() -> None:
+    nobody = UnreachableError("Nobody answered.")
+    assert next_comeback(nobody, 10.0, {}) is None
+    assert next_comeback(nobody, 10.0, {ENVIRONMENT_NAME: "1"}) == Comeback(2)
+    assert next_comeback(nobody, 10.0, {ENVIRONMENT_NAME: str(len(WAIT_SECONDS))}) is None
 
 
 def test_who_is_asked_to_leave_meanwhile_does_not_come_back() -> None:
@@ -105,8 +112,9 @@ def test_the_command_does_not_start_again_when_it_was_asked_to_leave(
 
 
 PROGRAM = """
-import json, os, sys, threading, time
+import concurrent.futures, json, os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
+from p2p_trainer import comeback
 from p2p_trainer.comeback import ENVIRONMENT_NAME, Comeback, start_again
 life = int(os.environ.get(ENVIRONMENT_NAME, "0"))
 row = {"pid": os.getpid(), "arguments": sys.argv[2:], "life": life, "descriptors": sorted(os.listdir("/proc/self/fd"))}
@@ -119,6 +127,10 @@ if life < 2:
         time.sleep(0.2)
         open(f"written{life}", "w").close()
     threading.Thread(target=write_late).start()
+    if life == 1:
+        comeback.LATE_SECONDS = 3.0
+        pool = concurrent.futures.ThreadPoolExecutor()
+        pool.submit(int).result()  # an idle thread that never ends
     start_again(Comeback(life + 1))
 print("done")
 """

@@ -19,6 +19,8 @@ from peers.clock import Schedule
 from peers.company import GONE_SECONDS
 from peers.contact import Contact
 from peers.daemon import DialOutcome, DialReport
+from peers.membership import Member
+from peers.tasks import Tasks
 
 ONE, OTHER = (PeerID(b"\x12\x20" + bytes([number]) * 32) for number in (1, 2))
 TICK_SECONDS = 3.0
@@ -213,6 +215,76 @@ def test_who_has_left_or_is_gone_for_long_is_not_looked_for(tmp_path: Path) -> N
     line.now += GONE_SECONDS
     heard_of(line)
     assert not line.contact.is_time_to_search(line.now, silent=False)
+
+
+def test_many_that_vanish_have_nobody_knock_at_more_than_a_few_doors_and_at_none_of_a_strangers(tmp_path: Path) -> None:
+    line = Line(tmp_path, [], lambda peer, ping: False)
+    members: dict[str, Any] = {}
+    for number in range(2 * peers.contact.MOST_MISSING):
+        peer = PeerID(b"\x12\x20" + number.to_bytes(32, "big"))
+        texts = [f"/ip4/9.9.9.9/tcp/{port}/p2p/{peer}" for port in range(1, 17)]
+        foreign = f"/ip4/9.9.9.9/tcp/99/p2p/{ONE}"
+        addresses = (foreign, ",".join(texts[:2]), *texts[2:])
+        members[str(peer)] = SimpleNamespace(profile=SimpleNamespace(status="training", addresses=addresses))
+    line.run.tasks = SimpleNamespace(spawn=lambda coroutine: coroutine.close())
+    line.contact.meet(members, ())
+    line.contact.meet({}, ())
+    wanted = line.contact._wanted()
+    assert 0 < len(wanted) <= peers.contact.SOUGHT_AT_ONCE * peers.contact.ADDRESSES_PER_PEER
+    assert not [address for address in wanted if address.peer_id == str(ONE)]
+    assert len(line.contact._missing) <= peers.contact.MOST_MISSING
+
+
+def test_an_address_of_an_interface_that_nobody_can_use_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = Line(tmp_path, [], lambda peer, ping: False)
+    line.contact.came_back()
+
+    async def get_visible_maddrs(latest: bool) -> list[str]:
+        return [f"/ip6zone/eth0/ip6/fe80::1/tcp/1/p2p/{OTHER}", f"/ip4/198.18.0.9/tcp/1/p2p/{OTHER}"]
+
+    async def hosts_reached(stub: object, peers: list[PeerID], port: int) -> tuple[str, ...]:
+        return ()
+
+    line.run.p2p.get_visible_maddrs = get_visible_maddrs
+    monkeypatch.setattr(peers.contact, "hosts_reached", hosts_reached)
+    asyncio.run(line.contact.renew_addresses([]))
+    assert [address.split("/")[2] for address in line.run.addresses] == ["198.18.0.9"]
+
+
+def test_whoever_has_other_addresses_all_the_time_is_dialled_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One peer must not have us dial without end, and everybody else wait behind it."""
+    line = Line(tmp_path, [], lambda peer, ping: False)
+    dialled: list[str] = []
+
+    async def meet() -> None:
+        free = asyncio.Event()
+
+        async def dial(p2p: object, address: Address) -> DialReport:
+            dialled.append(address.transport.host)
+            await free.wait()
+            return DialReport(address=address, outcome=DialOutcome.TIMED_OUT)
+
+        def with_host(number: int) -> dict[str, Member]:
+            profile: Any = SimpleNamespace(status="training", addresses=(f"/ip4/9.9.9.{number}/tcp/1/p2p/{ONE}",))
+            return {str(ONE): Member(profile=profile, expires=1e9)}
+
+        monkeypatch.setattr(peers.contact, "dial", dial)
+        line.run.tasks = tasks = Tasks()
+        for number in (1, 2, 3):
+            line.contact.meet(with_host(number), ())
+            await asyncio.sleep(0)
+        free.set()
+        await tasks.settle(10.0)
+        line.contact.meet(with_host(3), ())
+        line.contact.meet(with_host(3), ())
+        await tasks.settle(10.0)
+
+    asyncio.run(meet())
+    assert dialled == ["9.9.9.1", "9.9.9.3"], "the newest ones, once there is time"
 
 
 def test_pauses_between_searches_grow_up_to_a_tick_until_somebody_answers(

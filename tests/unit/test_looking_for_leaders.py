@@ -79,23 +79,51 @@ def test_only_those_who_may_lead_declare_themselves(place: int, value: bool, exp
 
 
 @pytest.mark.parametrize(
-    ("others", "distrusted", "follows", "place"),
+    ("others", "distrusted", "absent", "follows", "place"),
     [
-        ([], [], False, 0),
-        ([b"a", b"b", b"z"], [], False, 2),
-        ([b"a", b"b", b"z"], [b"a"], False, 1),  # its groups never began
-        ([b"z"], [], True, 1),  # nobody can dial it, or nobody came the last time: it looks for others
-        ([b"a", b"b"], [], True, 2),
+        ([], [], [], False, 0),
+        ([b"a", b"b", b"z"], [], [], False, 2),
+        ([b"a", b"b", b"z"], [b"a"], [], False, 1),  # its groups never began
+        ([b"z"], [], [], True, 1),  # nobody can dial it, or nobody came the last time: it looks for others
+        ([b"a", b"b"], [], [], True, 2),
+        ([b"a", b"b", b"c"], [], [b"a", b"b"], False, 1),  # not there the last time
+        ([b"a", b"b"], [], [b"a", b"b"], False, 1),  # they may be there again: it looks for them
     ],
 )
 def test_the_place_in_the_order_of_leaders(
-    others: list[bytes], distrusted: list[bytes], follows: bool, place: int
+    others: list[bytes], distrusted: list[bytes], absent: list[bytes], follows: bool, place: int
 ) -> None:
     matchmaking: Any = FragmentMatchmaking.__new__(FragmentMatchmaking)
     matchmaking.peer_id = SimpleNamespace(to_bytes=lambda: b"m")
     matchmaking._likely_members = lambda tick: others
     matchmaking._silent_leaders = SimpleNamespace(distrusted=lambda now: tuple(distrusted))
-    search = GroupSearch(
+    matchmaking._absent = frozenset(absent)
+    assert matchmaking._place(searching(follows=follows)) == place
+
+
+def test_peers_that_would_rather_lead_and_never_come_silence_the_others_once() -> None:
+    """Three identities with low ids, in no group and declared nowhere, would keep everybody from meeting for ever."""
+    matchmaking: Any = FragmentMatchmaking.__new__(FragmentMatchmaking)
+    matchmaking.peer_id = SimpleNamespace(to_bytes=lambda: b"m")
+    matchmaking._likely_members = lambda tick: [b"a", b"b", b"c", b"d"]
+    matchmaking._silent_leaders = SimpleNamespace(distrusted=lambda now: ())
+    matchmaking._absent = frozenset()
+    matchmaking._ourselves = set()
+    matchmaking.group_key_manager = SimpleNamespace(current_key=KEY)
+    places: list[int] = []
+    matchmaking._dht = SimpleNamespace(begin=lambda key, place, seconds: places.append(place))
+
+    async def look_for_group(search: GroupSearch) -> None:
+        return None
+
+    matchmaking.look_for_group = look_for_group
+    assert asyncio.run(matchmaking.find(searching())) is None
+    assert asyncio.run(matchmaking.find(searching())) is None
+    assert places[0] >= DECLARED_LEADERS > places[1]
+
+
+def searching(*, follows: bool = False) -> GroupSearch:
+    return GroupSearch(
         scheduled_time=1.0,
         deadline=1.0,
         data_for_gather=b"",
@@ -106,4 +134,3 @@ def test_the_place_in_the_order_of_leaders(
         claim=Claim(version=0, digest=b"", total_samples=0),
         follows=follows,
     )
-    assert matchmaking._place(search) == place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,7 +66,7 @@ def sealed(identity: Identity, expires: float = NOW + 30.0, version: int = 3, ru
 
 
 def newsroom(identity: Identity) -> Newsroom:
-    return Newsroom(RUN, identity.peer_id.to_bytes(), lambda: NOW)
+    return Newsroom(RUN, identity.peer_id.to_bytes(), lambda: NOW, fragments=1)
 
 
 def exchange(asker: Newsroom, asked: Newsroom) -> int:
@@ -132,7 +133,7 @@ def test_nobody_speaks_for_another_peer_or_another_run(identities: list[Identity
 def test_what_expires_is_forgotten_and_not_passed_on(identities: list[Identity]) -> None:
     own, other = identities[:2]
     now = [NOW]
-    room = Newsroom(RUN, own.peer_id.to_bytes(), lambda: now[0])
+    room = Newsroom(RUN, own.peer_id.to_bytes(), lambda: now[0], fragments=1)
     assert room.take_one(sealed(other))
     assert len(room.have()) == HAVE_BYTES and room.newer_than(b"") != msgpack.packb([])
     now[0] = NOW + 31.0
@@ -153,10 +154,12 @@ def test_an_answer_has_its_limit_and_the_rest_comes_with_the_next(
 def test_there_is_room_for_a_limited_number_of_peers(
     identities: list[Identity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newsrooms, "MOST_PEERS", 2)
+    monkeypatch.setattr(newsrooms, "MOST_PEERS", 3)
     room = newsroom(identities[0])
     assert [room.take_one(sealed(identity)) for identity in identities[1:4]] == [True, True, False]
     assert room.take_one(sealed(identities[1], NOW + 60.0)), "whom we know is heard"
+    room.announce(news_of(identities[0]), sealed(identities[0]))
+    assert len(room.have()) == 3 * HAVE_BYTES, "what it has fits into a question, itself included"
 
 
 junk = st.recursive(
@@ -173,7 +176,7 @@ junk = st.recursive(
 
 @given(st.binary(max_size=300) | junk.map(msgpack.packb) | st.lists(junk.map(msgpack.packb)).map(msgpack.packb))
 def test_whatever_comes_nothing_breaks_and_nothing_is_believed(packed: bytes) -> None:
-    room = Newsroom(RUN, b"own-peer-id", lambda: NOW)
+    room = Newsroom(RUN, b"own-peer-id", lambda: NOW, fragments=1)
     assert room.take(packed) == 0
     assert not room.take_one(packed)
     assert room.newer_than(packed) == msgpack.packb([])
@@ -181,8 +184,18 @@ def test_whatever_comes_nothing_breaks_and_nothing_is_believed(packed: bytes) ->
 
 
 def test_news_that_is_too_big_is_not_looked_at() -> None:
-    room = Newsroom(RUN, b"own-peer-id", lambda: NOW)
+    room = Newsroom(RUN, b"own-peer-id", lambda: NOW, fragments=1)
     assert not room.take_one(bytes(MAX_NEWS_BYTES + 1))
+
+
+def test_nobody_claims_more_fragments_than_the_run_has(identities: list[Identity]) -> None:
+    """Some thousands of false identities with hundreds of claims each would take a gigabyte."""
+    honest = news_of(identities[1])
+    assert honest.state is not None
+    swollen = replace(honest, state=SwarmState(fragments=honest.state.fragments * 2))
+    room = newsroom(identities[0])
+    assert not room.take_one(sign_news(identities[1], swollen, RUN))
+    assert room.take_one(sign_news(identities[1], honest, RUN))
 
 
 def test_an_unwanted_signature_is_not_verified(identities: list[Identity]) -> None:

@@ -19,9 +19,10 @@ from peers.life import Life
 from peers.lineage import Claim
 from peers.membership import Member, View
 from peers.messages import NewsAsk, NewsAskHeader
-from peers.presence import RECORD_SECONDS, Presence
+from peers.presence import RECORD_SECONDS, Presence, refresh_seconds
 from peers.round import RoundVoid
 from peers.settings import Role
+from peers.tasks import Tasks
 
 SCHEDULE = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=2)
 Status = Literal["syncing", "training", "serving", "leaving"]
@@ -59,6 +60,7 @@ class Records(Presence):
         run = SimpleNamespace(
             clock=SimpleNamespace(now=lambda: self.now),
             life=Life(),
+            tasks=Tasks(),
             schedule=SCHEDULE,
             manifest=SimpleNamespace(averaging=SimpleNamespace(codec="float32")),
             node=SimpleNamespace(protocol=protocol, store=store),
@@ -201,6 +203,20 @@ def test_whose_records_have_changed_is_asked_itself() -> None:
     assert gossip.asked[0] == [str(two)] and gossip.asked[1] != gossip.asked[0]
 
 
+def test_who_always_has_news_is_not_the_only_one_that_is_asked() -> None:
+    records, gossip = hearing()
+    noisy = PeerID(b"\x12\x20" + bytes(32))
+    records.others(**{"one": member(), "three": member(), str(noisy): member()})
+
+    async def hear() -> None:
+        records.look(noisy)
+        await records.hear()
+        await records._run.tasks.settle(10.0)
+
+    asyncio.run(hear())
+    assert sorted(gossip.asked) == sorted([[str(noisy)], [str(noisy)], ["one"]])
+
+
 def test_what_is_told_is_what_is_so_now() -> None:
     """A base of a moment ago must be heard of by whoever asks, before our records are next published."""
     records = Records()
@@ -322,6 +338,27 @@ def test_a_record_expires_later_than_the_one_before_unless_nobody_accepted_that(
     assert records._expiration(RECORD_SECONDS) > first
     records.now -= 600.0  # the clock was ahead, and has been corrected
     assert records._expiration(RECORD_SECONDS) == records.now + RECORD_SECONDS
+
+
+@pytest.mark.parametrize("tick_seconds", [0.1, 1.0, 120.0, 3600.0])
+def test_however_long_a_tick_is_records_are_renewed_before_they_run_out(tick_seconds: float) -> None:
+    assert 2 * refresh_seconds(tick_seconds) < RECORD_SECONDS
+
+
+def test_a_peers_own_word_counts_more_than_a_record_of_the_same_time_in_the_dht(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its profile may be in the DHT already, and its claims of a moment before: a rival base would not be seen."""
+    records = Records()
+    claim = Claim(version=2, digest=bytes(32), total_samples=9)
+    told = Member(profile=member().profile, claims=(claim,), expires=200.0)
+    monkeypatch.setattr(records._newsroom, "members", lambda: {"one": told})
+    monkeypatch.setattr(records, "_share", lambda: 0)
+    monkeypatch.setattr(records._contact, "meet", lambda members, training: None)
+    monkeypatch.setattr(records._contact, "is_time_to_search", lambda now, silent: False)
+    records._run.training.send = lambda event: None  # type: ignore[method-assign]
+    records._see({"one": member(expires=200.0)})
+    assert records.view.claims(0) == {"one": claim}
 
 
 def test_everybody_is_told_by_ourselves_that_we_begin_to_train() -> None:
