@@ -526,8 +526,10 @@ def _live(
                     view.status(f"{error.problem} Coming back from the last checkpoint in {again.wait_seconds:g} s ...")
                     with suppress(LeaveRequested):
                         comeback.wait(again, leave.check)
-            if again is not None and not leave.is_set:
-                comeback.start_again(again)
+            if again is not None:
+                comeback.let_threads_end()
+                if not leave.is_set:
+                    comeback.start_again(again)
             print(session.farewell, file=sys.stderr if as_json else sys.stdout, flush=True)
         if leave.requests > 1:
             raise typer.Exit(ExitCode.INTERRUPTED)

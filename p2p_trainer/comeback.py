@@ -64,12 +64,16 @@ def wait(comeback: Comeback, check: Callable[[], None]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def start_again(comeback: Comeback) -> None:
-    """Put a fresh start of the same command in this process's place; does not return."""
+def let_threads_end() -> None:
+    """A fresh start ends whatever still runs. Before it is begun, since somebody may ask to leave meanwhile."""
     until = time.monotonic() + LATE_SECONDS
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(max(0.0, until - time.monotonic()))
+
+
+def start_again(comeback: Comeback) -> None:
+    """Put a fresh start of the same command in this process's place; does not return."""
     os.environ[ENVIRONMENT_NAME] = str(comeback.number)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -111,6 +111,14 @@ def test_the_command_does_not_start_again_when_it_was_asked_to_leave(
     assert result.exit_code == 0 and not dying
 
 
+def test_who_is_asked_to_leave_while_a_checkpoint_is_written_does_not_come_back(
+    dying: list[Comeback], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comeback, "let_threads_end", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    result = CliRunner().invoke(app, ["join", "digits", "--plain"])
+    assert result.exit_code == 0 and not dying
+
+
 PROGRAM = """
 import concurrent.futures, json, os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
@@ -131,6 +139,7 @@ if life < 2:
         comeback.LATE_SECONDS = 3.0
         pool = concurrent.futures.ThreadPoolExecutor()
         pool.submit(int).result()  # an idle thread that never ends
+    comeback.let_threads_end()
     start_again(Comeback(life + 1))
 print("done")
 """
