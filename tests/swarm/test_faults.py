@@ -27,7 +27,7 @@ POINTS = ("before-join", "after-join", "mid-send", "mid-reduce", "before-commit"
 KINDS = (
     "kill",
     "slow",
-    pytest.param("freeze", marks=pytest.mark.swarm),
+    pytest.param("freeze", marks=[pytest.mark.swarm, pytest.mark.slow]),
     pytest.param("garbage", marks=pytest.mark.swarm),
 )
 CYCLE_TICKS = 4

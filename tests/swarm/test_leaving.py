@@ -9,6 +9,7 @@ import pytest
 from harness import Swarm, assert_no_traceback, assert_samples_add_up
 
 from dht_config.errors import ExitCode
+from p2p_trainer import comeback
 
 pytestmark = pytest.mark.swarm
 
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.swarm
 def test_however_a_peer_is_ended_nothing_of_it_is_left_after_ten_seconds(swarm: Swarm) -> None:
     bootstrap = swarm.bootstrap()
     names = ("terminated", "interrupted", "interrupted-twice", "killed", "childless", "daemonless")
-    peers = {name: swarm.join(name, bootstrap.invite, 40) for name in names}
+    # As after the last of several comebacks in a row: parts that die end the peer, which test_parts.py is about else.
+    last_life = {comeback.ENVIRONMENT_NAME: str(len(comeback.WAIT_SECONDS))}
+    peers = {name: swarm.join(name, bootstrap.invite, 40, environment=last_life) for name in names}
     swarm.wait_averaged(*peers.values())
     for peer in peers.values():
         # The check below is worth something only if the marks are inherited by all of them.

@@ -90,7 +90,8 @@ def test_a_peer_whose_training_process_is_stopped_leaves_and_comes_back_when_it_
         code = asked.exit_code()
         return code, json.loads(asked.text)["peers"][0]["state"]
 
-    assert health() == (0, "trains")
+    code, state = health()
+    assert code == 0 and state.startswith("training")
     stopped.process.send_signal(signal.SIGSTOP)
     code, state = health()
     assert code == 25 and "is stopped" in state
@@ -102,7 +103,8 @@ def test_a_peer_whose_training_process_is_stopped_leaves_and_comes_back_when_it_
     stopped.process.send_signal(signal.SIGCONT)
     swarm.wait_until(lambda: len(stopped.events("join")) == 2, "it has come back", START_SECONDS)
     swarm.wait_averaged(*peers, group=3, rounds=FRAGMENTS, after=time.time())
-    assert health() == (0, "trains")
+    code, state = health()
+    assert code == 0 and state.startswith("training")
     assert set(swarm.leave_all().values()) == {0}
     assert assert_samples_add_up(stopped)["dropped_samples"] == 0
     assert_bases_hold_every_credit_once(peers)
