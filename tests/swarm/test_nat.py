@@ -61,7 +61,6 @@ def test_three_peers_behind_nat_train_together_through_the_bootstrap(swarm: Swar
     assert_no_traceback(*swarm.peers)
 
 
-@pytest.mark.slow
 def test_a_standby_averages_on_for_peers_behind_nat_where_the_bootstrap_dies(swarm: Swarm) -> None:
     """In averaged gradients, with codecs that lose something: an auxiliary peer's base is that of all others."""
     manifest = small_manifest(

@@ -17,7 +17,7 @@ from harness import (
     small_manifest,
 )
 
-pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.namespaces, needs_links]
+pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
 
 TICK_SECONDS = 2.0
 """Six peers share the machine."""
