@@ -100,9 +100,6 @@ class Presence:
         self._contact = Contact(run, self.changed.set, self._gossip.ask)
         self._last_expiration = 0.0
         self._looked_at = 0.0
-        self.found_nobody = False
-        """Whether no group came together the last time: then the DHT is read every time, which also forgets its dead
-        nodes. Looks for a leader would wait for those in vain, round after round."""
         self.step_fell_short = False
         """Whether the last group that met had too few samples for a step on averaged gradients."""
         self._extra = 0
@@ -207,8 +204,7 @@ class Presence:
         if told:
             # In any case: a peer that says so all the time must not be the only one that we hear.
             self._run.tasks.spawn(self._gossip.ask_all(partners))
-        enough = self._run.clock.now() < due and not self.found_nobody
-        if enough and await self._gossip.ask_some(told or partners):
+        if self._run.clock.now() < due and await self._gossip.ask_some(told or partners):
             self._see({})
         else:
             await self.refresh(told)

@@ -405,7 +405,7 @@ class RoundKeeper:
         )
         key = f"{matchmaking_prefix(self._run.settings.run_id, state.index)}.0b"
         found = await self._matchmaking[key].find(search)
-        self._found_nobody = self._presence.found_nobody = found is None
+        self._found_nobody = found is None
         if found is None:
             await self._presence.look_for_dead(expected)
             if not self._auxiliary and self._presence.is_quorum({str(me.peer_id)}):

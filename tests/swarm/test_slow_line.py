@@ -8,11 +8,8 @@ from harness import Swarm, assert_digests_agree, assert_no_traceback, needs_link
 pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
 
 
-def test_a_slow_line_skips_rounds_and_holds_nobody_up(swarm: Swarm) -> None:
-    """A fragment of 0.55 MB takes its line 1.8 s of a tick of 2 s; with the base before it 5.5 s of four ticks.
-
-    Mostly that is every fourth round; every second one, where the line was measured in a good moment.
-    """
+def test_a_slow_line_takes_part_in_every_fourth_round_and_holds_nobody_up(swarm: Swarm) -> None:
+    """A fragment of 0.55 MB takes its line 1.8 s of a tick of 2 s; with the base before it 5.5 s of four ticks."""
     manifest = small_manifest(
         swarm.path / "run.toml",
         hidden_sizes="hidden_sizes = [700, 700]",
@@ -26,7 +23,7 @@ def test_a_slow_line_skips_rounds_and_holds_nobody_up(swarm: Swarm) -> None:
     slow = swarm.join("slow", bootstrap.invite, 20)
     swarm.wait_until(lambda: slow.rounds(group=2), "the slow peer took part in a round", 240)
     began = slow.rounds(group=2)[0]["time"]
-    assert slow.rounds(group=2)[0]["cadence"] in (2, 4)
+    assert slow.rounds(group=2)[0]["cadence"] == 4
     swarm.wait_averaged(one, other, rounds=6, after=began)
     # Rounds that the slow one skips are held by the other two.
     assert [event for event in one.rounds(group=2, after=began) if event["group_size"] == 2]

@@ -186,13 +186,6 @@ def test_others_are_asked_for_news_and_the_dht_only_now_and_then() -> None:
     assert len(gossip.asked) == 1 and records.read == [[]], "it is time"
 
 
-def test_where_no_group_came_together_the_dht_is_read() -> None:
-    records, gossip = hearing()
-    records.found_nobody = True
-    asyncio.run(records.hear())
-    assert not gossip.asked and records.read == [[]]
-
-
 def test_where_nobody_answers_the_dht_is_read() -> None:
     records, gossip = hearing(answers=False)
     asyncio.run(records.hear())
