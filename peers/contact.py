@@ -111,6 +111,17 @@ class Contact:
         async with self._dialling:
             return (await dial(self._run.p2p, address)).outcome is DialOutcome.CONNECTED
 
+    async def keep_in_dht(self, peer: str) -> None:
+        """Put a peer that has just answered us back among our DHT's nodes, if it is none of them any more.
+
+        hivemind forgets a node that once did not answer in time. As long as news comes nobody misses it, and two peers
+        that forgot each other would never find each other's declarations again.
+        """
+        peer_id = PeerID.from_base58(peer)
+        forgotten = self._run.node.protocol.routing_table.get(peer_id=peer_id) is None
+        if forgotten and self._known.get(peer) and await self._answers(peer_id):
+            self._run.node.blacklist.register_success(peer_id)
+
     def is_time_to_search(self, now: float, *, silent: bool) -> bool:
         """Whether a search is due: one at a time, with longer and longer pauses, up to a tick.
 

@@ -29,6 +29,7 @@ class Gossip:
     :param stub: to call a peer
     :param now: swarm time, seconds
     :param wait_seconds: how long to wait for an answer, as of now
+    :param on_answer: told of every peer that answers, by its base58 id
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Gossip:
         stub: Callable[[PeerID], StubBase],
         now: Callable[[], float],
         wait_seconds: Callable[[], float],
+        on_answer: Callable[[str], None] = lambda peer: None,
     ) -> None:
+        self._on_answer = on_answer
         self._newsroom, self._stub, self._now, self._wait_seconds = newsroom, stub, now, wait_seconds
         self._silent: dict[str, float] = {}
         """Peers that did not answer, and until when they are not asked."""
@@ -76,6 +79,7 @@ class Gossip:
             return False
         self._silent.pop(peer, None)
         self._newsroom.take(bytes(answer.body))
+        self._on_answer(peer)
         return True
 
     def answer(self, request: NewsAsk) -> News:

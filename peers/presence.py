@@ -91,7 +91,13 @@ class Presence:
         self._own_record: Member | None = None
         self._dead: dict[str, float] = {}
         self._newsroom = Newsroom(run.settings.run_id, run.own_id, run.clock.now, fragments=len(run.fragments))
-        self._gossip = Gossip(self._newsroom, run.stub, run.clock.now, lambda: run.node.protocol.wait_timeout)
+        self._gossip = Gossip(
+            self._newsroom,
+            run.stub,
+            run.clock.now,
+            lambda: run.node.protocol.wait_timeout,
+            on_answer=lambda peer: run.tasks.spawn(self._contact.keep_in_dht(peer)),
+        )
         self._to_ask: set[str] = set()
         """Peers that say that their records have changed."""
         self._read_dht_at = float("-inf")

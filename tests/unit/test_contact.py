@@ -39,6 +39,8 @@ class Line:
         can_be_dialled: bool = True,
     ) -> None:
         self.dialled: list[str] = []
+        self.nodes: dict[PeerID, object] = {}
+        """Of the DHT, as far as it knows."""
         self.disconnected: list[PeerID] = []
         self.forgiven: list[PeerID] = []
         self.clock_asked: list[PeerID] = []
@@ -58,7 +60,9 @@ class Line:
             p2p=SimpleNamespace(peer_id="own", _client=SimpleNamespace(disconnect=disconnect)),
             addresses=[f"/ip4/{OLD_HOST}/tcp/1"] if can_be_dialled else [],
             node=SimpleNamespace(
-                protocol=SimpleNamespace(call_ping=call_ping),
+                protocol=SimpleNamespace(
+                    call_ping=call_ping, routing_table=SimpleNamespace(get=lambda *, peer_id: self.nodes.get(peer_id))
+                ),
                 blacklist=SimpleNamespace(register_success=self.forgiven.append),
             ),
             settings=SimpleNamespace(addresses=(), network=NetworkSettings(), remembered_peers_path=remembered),
@@ -305,3 +309,22 @@ def test_pauses_between_searches_grow_up_to_a_tick_until_somebody_answers(
     answers[0] = True
     line.search(monkeypatch)
     assert line.contact.is_time_to_search(line.now + 1.0, silent=True)
+
+
+@pytest.mark.parametrize(
+    ("known", "in_table", "pings", "forgiven"),
+    [
+        (True, False, True, [ONE]),  # forgotten, and back
+        (True, False, False, []),  # its DHT does not answer
+        (True, True, True, []),  # never forgotten
+        (False, False, True, []),  # nobody can dial it: it is no node that others could ask
+    ],
+)
+def test_who_answers_and_was_forgotten_by_the_dht_is_put_back(
+    tmp_path: Path, known: bool, in_table: bool, pings: bool, forgiven: list[PeerID]
+) -> None:
+    line = Line(tmp_path, [], lambda peer, ping: pings)
+    line.nodes = {ONE: object()} if in_table else {}
+    line.contact._known = {str(ONE): ("/ip4/127.0.0.1/tcp/1",) if known else ()}
+    asyncio.run(line.contact.keep_in_dht(str(ONE)))
+    assert line.forgiven == forgiven
