@@ -48,6 +48,7 @@ LEADERS_POLLS = 3
 """Looks, while a group is looked for, of the peer that will lead it as far as the records tell."""
 DECLARED_LEADERS = 3
 """So many peers, first in the order in which groups are led, declare themselves in the DHT; the others will follow."""
+_UNKNOWN_PLACE = (0, POLL_SECONDS)
 LEAST_DECLARED_SECONDS = 0.3
 """A declaration that ends sooner anyhow is not withdrawn."""
 MOST_REDIRECTS = 4
@@ -82,14 +83,14 @@ class NodeAsDHT:
     async def store(
         self, key: str, value: Any, expiration_time: float, subkey: Any = None, return_future: bool = True
     ) -> bool:
-        place, _ = self._places.get(key, (0, 0.0))
+        place, _ = self._places.get(key, _UNKNOWN_PLACE)
         if place >= DECLARED_LEADERS or (not value and expiration_time - self._now() < LEAST_DECLARED_SECONDS):
             return True
         return bool(await self._node.store(key, value, expiration_time, subkey=subkey))
 
     async def get(self, key: str, latest: bool = False, return_future: bool = True) -> Any:
         now = asyncio.get_running_loop().time()
-        place, leaders_pause = self._places.get(key, (1, 0.0))
+        place, leaders_pause = self._places.get(key, _UNKNOWN_PLACE)
         pause = POLL_SECONDS if place else leaders_pause
         await asyncio.sleep(max(0.0, self._looked.get(key, 0.0) + pause - now))
         self._looked[key] = asyncio.get_running_loop().time()
