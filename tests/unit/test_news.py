@@ -7,17 +7,18 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import msgpack
 import pytest
 from hivemind.p2p import PeerID
 from hypothesis import given
 from hypothesis import strategies as st
+from peer_profile import profile
 
 from dht_config.identity import Identity, load_or_create_identity
 from dht_config.news import MAX_NEWS_BYTES, PeerNews, open_news, sign_news
-from dht_config.records import FragmentClaim, PeerProfile, SwarmState
+from dht_config.records import FragmentClaim, SwarmState
 from dht_config.validators import PEER_RECORD_LIFETIME_SECONDS
 from peers import news as newsrooms
 from peers.gossip import Gossip, choose_partners, dht_publishing_seconds, dht_reading_seconds
@@ -35,23 +36,6 @@ COUNT = 6
 def identities(tmp_path_factory: pytest.TempPathFactory) -> list[Identity]:
     directory: Path = tmp_path_factory.mktemp("identities")
     return [load_or_create_identity(directory / f"{number}.key") for number in range(COUNT)]
-
-
-def profile(
-    status: Literal["syncing", "training", "serving", "leaving"] = "training", addresses: tuple[str, ...] = ()
-) -> PeerProfile:
-    return PeerProfile(
-        software_version="1",
-        status=status,
-        samples_per_second=1.0,
-        processed_samples=0,
-        credited_samples=0.0,
-        micro_batch=1,
-        device="",
-        joined_at=0.0,
-        restart=0,
-        addresses=addresses,
-    )
 
 
 def news_of(identity: Identity, expires: float = NOW + 30.0, version: int = 3) -> PeerNews:
@@ -209,7 +193,7 @@ def members(**addresses: Iterable[str]) -> dict[str, Member]:
 
 def test_those_are_asked_who_can_be_dialled_and_have_answered() -> None:
     found = members(dialled=["/ip4/203.0.113.7/tcp/1"], silent=["/ip4/203.0.113.8/tcp/1"], nat=[])
-    found["left"] = Member(profile=profile("leaving", ("/ip4/203.0.113.9/tcp/1",)), expires=NOW)
+    found["left"] = Member(profile=profile("leaving", addresses=("/ip4/203.0.113.9/tcp/1",)), expires=NOW)
     assert choose_partners(found, {"silent"}, 1) == ["dialled"]
     assert choose_partners(found, {"silent"}, 3) == ["dialled", "nat"]
     assert choose_partners(members(nat=[]), (), 2) == ["nat"], "there is nobody else"
@@ -258,11 +242,13 @@ def test_asking_tells_both_and_who_is_silent_is_left_alone_for_a_while(identitie
     asker.announce(news_of(asker_id), sealed(asker_id))
     asked.announce(news_of(asked_id), sealed(asked_id))
     lines = {asked_id.peer_id: Line(gossip_of(asked, {})), gone_id.peer_id: Line(None)}
-    gossip = gossip_of(asker, lines)
+    answered: list[str] = []
+    gossip = Gossip(asker, cast(Any, lines.__getitem__), lambda: NOW, lambda: 1.0, answered.append)
     assert asyncio.run(gossip.ask_some([str(gone_id.peer_id), str(asked_id.peer_id)]))
     assert set(asker.members()) == {str(asked_id.peer_id)}
     assert set(asked.members()) == {str(asker_id.peer_id)}
     assert not asyncio.run(gossip.ask(str(gone_id.peer_id)))
+    assert answered == [str(asked_id.peer_id)]
     known = {str(peer.peer_id): Member(profile=profile(), expires=NOW) for peer in (asked_id, gone_id)}
     assert gossip.partners(known, ()) == [str(asked_id.peer_id)]
     assert not gossip.partners(known, {str(asked_id.peer_id)}), "known to be dead"

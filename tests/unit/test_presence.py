@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import pytest
 from hivemind.p2p import PeerID
+from peer_profile import Status, profile
 
-from dht_config.records import PeerProfile
 from peers.cadence import CADENCES
 from peers.clock import Schedule
 from peers.company import GONE_SECONDS
@@ -25,23 +25,10 @@ from peers.settings import Role
 from peers.tasks import Tasks
 
 SCHEDULE = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=2)
-Status = Literal["syncing", "training", "serving", "leaving"]
 
 
 def member(status: Status = "training", cadence: Literal[1, 2, 4] = 1, expires: float = 1e9) -> Member:
-    profile = PeerProfile(
-        software_version="1",
-        status=status,
-        samples_per_second=1.0,
-        processed_samples=0,
-        credited_samples=0.0,
-        micro_batch=1,
-        device="",
-        joined_at=0.0,
-        restart=0,
-        cadence=cadence,
-    )
-    return Member(profile=profile, expires=expires)
+    return Member(profile=profile(status, cadence=cadence), expires=expires)
 
 
 class Records(Presence):
