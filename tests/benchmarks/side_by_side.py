@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(path: Path, markdown: bool) -> int:
-    document = json.loads(path.read_text())
+    document = {"throttled": [], **json.loads(path.read_text())}
     (print_markdown if markdown else print_tables)(_with_summary(document))
     return 0
 
@@ -109,10 +109,13 @@ def _document(options: argparse.Namespace) -> dict[str, Any]:
         ],
         "killed": list(scene.killed),
         "flapping": list(scene.flapping),
+        "throttled": list(scene.throttled),
         "runs": [],
     }
     if options.resume and options.json.exists():
         before = json.loads(options.json.read_text())
+        # A line that a scene came to have later was, before, as it is in most scenes.
+        before = {"throttled": [], **before}
         if any(before[key] != document[key] for key in document if key != "runs"):
             raise SystemExit(f"{options.json} has results of another scene, length or machine: --resume cannot go on.")
         document["runs"] = before["runs"]

@@ -12,6 +12,9 @@ seconds_to_loss      wall seconds until a held-out loss was first seen, on a lin
                      the moment when all peers were let go; for ours, where nobody waits for anybody, from when the
                      first one trained. null: not reached.
 final_loss           at equal samples: those of the contender that made the fewest. ``loss_at_end`` is after equal time.
+least_own_rate       where a line is throttled for a third of the run: of the peers whose line is as it was, in their
+                     worst third, samples processed over what that peer does alone.
+slow_credited        of the peer on the slowest line: credited over processed.
 bytes_per_parameter  mean over the peers, through the device of each one's namespace, everything included, divided by
                      parameters and rounds (of all parameters); a step of DDP and an epoch of hivemind are a round.
 """
@@ -53,6 +56,8 @@ AVERAGED = (
     "rounds",
     "seconds_to_recover",
     "seconds_to_first_credit",
+    "least_own_rate",
+    "slow_credited",
     "cpu_share",
     "machine_share",
 )
@@ -86,6 +91,8 @@ class PeerRun:
     bytes_sent: float
     progress: Series
     """(seconds since all were there, samples credited)."""
+    work: Series
+    """(seconds since all were there, samples processed)."""
     seconds_to_first_credit: float | None = None
 
 
@@ -121,6 +128,8 @@ class Run:
     load: float
     ended: str
     """Why peers could not go on; empty if they did."""
+    least_own_rate: float | None = None
+    slow_credited: float | None = None
 
     @classmethod
     def of(
@@ -165,7 +174,7 @@ class Run:
                 {
                     key: value
                     for key, value in asdict(peer).items()
-                    if key not in ("progress", "seconds_to_first_credit")
+                    if key not in ("progress", "work", "seconds_to_first_credit")
                 }
                 for peer in peers
             ],
@@ -181,12 +190,14 @@ class Run:
             bytes_per_parameter_down=received / per_round if per_round else None,
             kilobytes_per_second_up=sent / seconds / 1e3,
             kilobytes_per_second_down=received / seconds / 1e3,
-            seconds_to_recover=None if killed_at is None else seconds_to_recover(whole, killed_at, seconds),
+            seconds_to_recover=_recovered(scene, whole, killed_at, seconds),
             seconds_to_first_credit=statistics.median(firsts) if firsts else None,
             cpu_share=increase(cpu, window) / seconds / cores,
             machine_share=increase(machine, window) / seconds / cores,
             load=os.getloadavg()[1],
             ended=ended,
+            least_own_rate=least_own_rate(scene, peers),
+            slow_credited=slow_credited(scene, peers),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -195,6 +206,36 @@ class Run:
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> Run:
         return cls(**{**table, "curve": [(at, samples, loss) for at, samples, loss in table["curve"]]})
+
+
+def _recovered(
+    scene: BenchmarkScene, whole: Sequence[PeerRun], killed_at: float | None, seconds: float
+) -> float | None:
+    """Of the survivors from a kill; of who was throttled from when its line is as before."""
+    if (window := scene.throttled_seconds) is not None:
+        return seconds_to_recover([peer for peer in whole if peer.name in scene.throttled], window[1], seconds)
+    return None if killed_at is None else seconds_to_recover(whole, killed_at, seconds)
+
+
+def least_own_rate(scene: BenchmarkScene, peers: Sequence[PeerRun]) -> float | None:
+    """See above; None where no line is throttled, or nobody else is there."""
+    if (throttled := scene.throttled_seconds) is None:
+        return None
+    windows = ((0.0, throttled[0]), throttled, (throttled[1], scene.seconds))
+    rates = [
+        increase(peer.work, window) / (window[1] - window[0]) / peer.speed
+        for peer in peers
+        if peer.name not in scene.throttled
+        for window in windows
+    ]
+    return min(rates, default=None)
+
+
+def slow_credited(scene: BenchmarkScene, peers: Sequence[PeerRun]) -> float | None:
+    """See above; None where it did nothing."""
+    up = {peer.name: peer.link.up_bits_per_second for peer in scene.peers if peer.link is not None}
+    slowest = min((peer for peer in peers if peer.name in up), key=lambda peer: up[peer.name], default=None)
+    return slowest.credited / slowest.processed if slowest is not None and slowest.processed else None
 
 
 def seconds_to_recover(survivors: Sequence[PeerRun], killed_at: float, seconds: float) -> float | None:

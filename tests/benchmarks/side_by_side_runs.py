@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from side_by_side_figures import PeerRun, Run, Series, curve_of_evaluations, curve_of_snapshots, increase
 from side_by_side_scenes import CYCLE_SECONDS, RUN, BenchmarkScene, batches, manifest_text
-from side_by_side_watch import Flapper, Observer, nothing_left_behind
+from side_by_side_watch import Lines, Observer, nothing_left_behind
 from torch import nn
 
 from dht_config.errors import RehearsalError
@@ -62,8 +62,8 @@ def run_rival(scene: BenchmarkScene, contender: str, seed: int, directory: Path,
             began_at = time.time() + GO_SECONDS
             rivals.publish(directory / "go", repr(began_at))
             say(f"{contender}: {len(peers)} peers train for {scene.seconds:g} s")
-            with Flapper(network, scene.flapping if len(peers) > 1 else (), scene.seconds) as flapper:
-                flapper.start()
+            with Lines(network, scene.line_changes(contender)) as lines:
+                lines.start()
                 _play(scene, places, began_at)
         finally:
             for place in places.values():
@@ -162,6 +162,7 @@ def _rival_run(
                     (event["time"] - began_at, event["processed_samples"] - event["rejected_samples"])
                     for event in steps
                 ],
+                work=[(event["time"] - began_at, event["processed_samples"]) for event in steps],
             )
         )
     losses, parameters = _evaluate(directory / "0")
@@ -210,13 +211,11 @@ def run_ours(scene: BenchmarkScene, contender: str, seed: int, directory: Path, 
         seed=seed,
         run=RUN,
     )
-    names = {peer.name for peer in peers}
     network = Network({BOOTSTRAP: LinkSpec(), **{peer.name: peer.link or LinkSpec() for peer in peers}}, seed=seed)
     manifest_path = directory / "run.toml"
     manifest_path.write_text(manifest_text(len(peers)))
     console = Console(quiet=True)
-    flapping = tuple(name for name in scene.flapping if name in names)
-    with network, nothing_left_behind(), Flapper(network, flapping, scene.seconds) as flapper:
+    with network, nothing_left_behind(), Lines(network, scene.line_changes(contender)) as lines:
         rehearsal = Rehearsal(
             directory=directory,
             scene=played,
@@ -224,7 +223,7 @@ def run_ours(scene: BenchmarkScene, contender: str, seed: int, directory: Path, 
             memory=None,
             commands=ProgramCommands(),
             console=console,
-            status=_Watched(console, flapper, lambda: say(f"{contender}: {len(peers)} peers train")),
+            status=_Watched(console, lines, lambda: say(f"{contender}: {len(peers)} peers train")),
         )
         with Observer(rehearsal.pids) as observer:
             report = rehearsal.run(str(manifest_path), load_manifest(manifest_path))
@@ -234,15 +233,15 @@ def run_ours(scene: BenchmarkScene, contender: str, seed: int, directory: Path, 
 class _Watched(Status):
     """Learns from a rehearsal that all peers train."""
 
-    def __init__(self, console: Console, flapper: Flapper, started: Callable[[], None]) -> None:
+    def __init__(self, console: Console, lines: Lines, started: Callable[[], None]) -> None:
         super().__init__(console)
-        self._flapper, self._started, self._training = flapper, started, False
+        self._lines, self._started, self._training = lines, started, False
 
     def show(self, phase: str, detail: str = "") -> None:
         if phase.endswith("training") and not self._training:
             self._training = True
             self._started()
-            self._flapper.start()
+            self._lines.start()
 
 
 def _our_run(
@@ -271,6 +270,11 @@ def _our_run(
             bytes_sent=increase(observer.sent.get(peer.name, []), window),
             progress=[
                 (event["time"] - all_there_at, event["credited_samples"])
+                for event in events[peer.name]
+                if event["event"] == "account"
+            ],
+            work=[
+                (event["time"] - all_there_at, event["processed_samples"])
                 for event in events[peer.name]
                 if event["event"] == "account"
             ],

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dht_config.manifest import example_manifest
+from p2p_trainer.rehearsal.links import LinkSpec
 from p2p_trainer.rehearsal.scene import EmulatedPeer, parse_peers
 
 RUN = "stdlib-text"
@@ -35,6 +36,8 @@ _PEERS = {
     "reference": _REFERENCE,
     "cursed": f"{_REFERENCE},0.6:1M/80ms",
     "killed": _REFERENCE,
+    "lines": "80:1G/20ms,40:100M/40ms,20:20M/60ms,10:5M/80ms",
+    "throttled": "80:1G/10ms,40:1G/10ms,20:1G/10ms,10:1G/10ms",
 }
 SCENES = tuple(_PEERS)
 _KILLED = {"killed": ("30", "6-2", "3-2")}
@@ -42,6 +45,7 @@ _KILLED = {"killed": ("30", "6-2", "3-2")}
 _KILLED_AT = 0.4
 """Of the training time; a moment of no round's choosing, so in the middle of one."""
 _FLAPPING = {"cursed": ("0.6",)}
+_THROTTLED = {"throttled": ("20",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,26 @@ class Flapping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Throttling:
+    """A line that for a while carries next to nothing."""
+
+    link: str = "256k/80ms"
+    since: float = 1 / 3
+    """This part of the training time is over then."""
+    until: float = 2 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class LineChange:
+    """What becomes of a peer's line, in seconds after all train."""
+
+    at_seconds: float
+    peer: str
+    link: LinkSpec | None
+    """None: it is down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkScene:
     """One scene, of one length."""
 
@@ -72,6 +96,31 @@ class BenchmarkScene:
     killed: tuple[str, ...] = ()
     flapping: tuple[str, ...] = ()
     """Names of peers whose line goes down again and again."""
+    throttled: tuple[str, ...] = ()
+    """Names of peers whose line carries next to nothing for a while."""
+
+    @property
+    def throttled_seconds(self) -> tuple[float, float] | None:
+        """From when to when, if a line is throttled."""
+        if not self.throttled:
+            return None
+        return Throttling().since * self.seconds, Throttling().until * self.seconds
+
+    def line_changes(self, contender: str) -> list[LineChange]:
+        """All that happens to the lines of those who take part, in order; nobody who is alone has one that matters."""
+        peers = self.taking_part(contender)
+        if len(peers) < 2:
+            return []
+        found = []
+        for peer in peers:
+            if peer.name in self.flapping:
+                found += [
+                    LineChange(at, peer.name, peer.link if up else None) for at, up in Flapping().moments(self.seconds)
+                ]
+            if peer.name in self.throttled and (window := self.throttled_seconds) is not None:
+                slow = LinkSpec.parse(Throttling().link)
+                found += [LineChange(window[0], peer.name, slow), LineChange(window[1], peer.name, peer.link)]
+        return sorted(found, key=lambda change: change.at_seconds)
 
     @property
     def samples_per_second(self) -> float:
@@ -118,6 +167,7 @@ def load_scene(name: str, seconds: float) -> BenchmarkScene:
         killed=killed,
         kill_at_seconds=_KILLED_AT * seconds if killed else None,
         flapping=_FLAPPING.get(name, ()),
+        throttled=_THROTTLED.get(name, ()),
     )
 
 

@@ -64,10 +64,17 @@ def notes(document: Mapping[str, Any]) -> list[str]:
             found.append(f"Ours with ÷ without the cursed peer: {ours['cursed_ratio']:.3f} of the rate.")
         found.append(f"Ours: {_number(ours['seconds_to_first_credit'], 1)} s from `join` to the first credited sample.")
     for name, table in contenders.items():
+        recovered = table["seconds_to_recover"]
+        when = f"after {recovered:.0f} s" if recovered is not None else "not"
         if document["killed"]:
-            recovered = table["seconds_to_recover"]
-            when = f"after {recovered:.0f} s" if recovered is not None else "not"
             found.append(f"{name}: {when} at 95 % of the survivors' sum again.")
+        if document["throttled"]:
+            found.append(
+                f"{name}: whose line is as it was does {_number(table['least_own_rate'], 3)} of its own rate or more; "
+                f"who was throttled is {when} at 95 % of its own again."
+            )
+        if document["scene"] == "lines" and table["slow_credited"] is not None:
+            found.append(f"{name}: {table['slow_credited']:.3f} of what the peer on the slowest line did is credited.")
     busiest = max((table["machine_share"] for table in contenders.values()), default=0.0)
     found.append(f"All that ran on this machine took up to {100 * busiest:.0f} % of its {document['cores']} cores.")
     return found

@@ -1,4 +1,4 @@
-"""What surrounds a run of ``side_by_side.py``: counters of bytes and CPU seconds, lines that flap, and a clean end."""
+"""What surrounds a run of ``side_by_side.py``: counters of bytes and CPU seconds, lines that change, a clean end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ctypes
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 from side_by_side_figures import Series
 from side_by_side_rivals import DEVICE
-from side_by_side_scenes import Flapping
+from side_by_side_scenes import LineChange
 
 from p2p_trainer.rehearsal.links import Network
 
@@ -94,20 +94,19 @@ def nothing_left_behind() -> Iterator[None]:
         psutil.wait_procs(ours, timeout=10)
 
 
-class Flapper:
-    """Takes lines down and up again, in a thread, from ``start`` until the context ends."""
+class Lines:
+    """Changes lines when their time has come, in a thread, from ``start`` until the context ends."""
 
-    def __init__(self, network: Network, names: tuple[str, ...], seconds: float) -> None:
-        self._network, self._names = network, names
-        self._seconds = seconds
+    def __init__(self, network: Network, changes: Sequence[LineChange]) -> None:
+        self._network, self._changes = network, changes
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="flapper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="lines", daemon=True)
 
     def start(self) -> None:
-        if self._names and not self._thread.is_alive():
+        if self._changes and not self._thread.is_alive():
             self._thread.start()
 
-    def __enter__(self) -> Flapper:
+    def __enter__(self) -> Lines:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,8 +116,11 @@ class Flapper:
 
     def _run(self) -> None:
         began = time.monotonic()
-        for at, up in Flapping().moments(self._seconds):
-            if self._end.wait(max(0.0, began + at - time.monotonic())):
+        for change in self._changes:
+            if self._end.wait(max(0.0, began + change.at_seconds - time.monotonic())):
                 return
-            for name in self._names:
-                (self._network.up if up else self._network.down)(name)
+            if change.link is None:
+                self._network.down(change.peer)
+            else:
+                self._network.set_link(change.peer, change.link)
+                self._network.up(change.peer)

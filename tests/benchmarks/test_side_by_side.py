@@ -15,9 +15,11 @@ from side_by_side_figures import (
     choose_losses,
     curve_of_evaluations,
     curve_of_snapshots,
+    least_own_rate,
     loss_at_samples,
     seconds_to_loss,
     seconds_to_recover,
+    slow_credited,
     summarise,
     value_at,
 )
@@ -33,6 +35,7 @@ from side_by_side_scenes import (
     RUN,
     SCENES,
     Flapping,
+    LineChange,
     batches,
     contenders_of,
     load_scene,
@@ -58,6 +61,7 @@ def peer(name: str = "a", **changed: Any) -> PeerRun:
         "bytes_received": 9e6,
         "bytes_sent": 18e6,
         "progress": WHOLE,
+        "work": WHOLE,
     }
     return PeerRun(**{**fields, **changed})
 
@@ -90,7 +94,7 @@ def test_every_scene_has_the_fastest_peer_first_and_names_only_peers_that_it_has
     assert speeds == sorted(speeds, reverse=True)
     names = {one.name for one in scene.peers}
     assert len(names) == len(scene.peers)
-    assert {*scene.killed, *scene.flapping} <= names
+    assert {*scene.killed, *scene.flapping, *scene.throttled} <= names
     assert all(one.link is not None for one in scene.peers)
 
 
@@ -140,6 +144,17 @@ def test_a_flapping_line_is_up_at_the_end() -> None:
     moments = list(Flapping(up_seconds=15, down_seconds=5).moments(41))
     assert moments == [(15, False), (20, True), (35, False), (40, True)]
     assert list(Flapping(up_seconds=15, down_seconds=5).moments(39)) == [(15, False), (20, True)]
+
+
+def test_lines_change_for_those_who_have_one() -> None:
+    scene = load_scene("throttled", 90.0)
+    slow, as_before = scene.line_changes(OURS)
+    assert (slow.at_seconds, slow.peer, str(slow.link)) == (30.0, "20", "256k/80ms")
+    assert as_before == LineChange(60.0, "20", scene.peers[2].link)
+    assert not scene.line_changes("fastest_alone")
+    flapping = load_scene("cursed", 90.0)
+    assert [change.link is None for change in flapping.line_changes(OURS)[:2]] == [True, False]
+    assert not flapping.line_changes(OURS_WITHOUT_CURSED)
 
 
 def test_proportional_batches_are_exact_where_a_total_allows_it() -> None:
@@ -233,6 +248,26 @@ def test_a_swarm_has_recovered_when_the_survivors_are_credited_what_they_do_alon
     assert seconds_to_recover([peer(progress=[(0.0, 0.0), (36.0, 360.0)])], 36.0, 90.0) is None
 
 
+def test_own_rates_are_those_of_the_worst_third_and_of_whose_line_is_as_it_was() -> None:
+    scene = load_scene("throttled", 90.0)
+    held_up = [(0.0, 0.0), (30.0, 300.0), (60.0, 570.0), (90.0, 870.0)]
+    dead = [(0.0, 0.0), (90.0, 0.0)]
+    peers = [peer("80"), peer("40", work=held_up), peer("20", work=dead)]
+    assert least_own_rate(scene, peers) == pytest.approx(0.9)
+    assert least_own_rate(load_scene("8421", 90.0), peers) is None
+
+
+def test_who_was_throttled_has_recovered_when_it_is_credited_as_before() -> None:
+    back = [(0.0, 0.0), (30.0, 300.0), (67.0, 300.0), (90.0, 530.0)]
+    found = run(scene="throttled", peers=[peer("80"), peer("40"), peer("20", progress=back), peer("10")])
+    assert found.seconds_to_recover == pytest.approx(7, abs=1)
+
+
+def test_of_the_slowest_line_what_is_credited_counts() -> None:
+    peers = [peer("80", credited=0.0), peer("10", processed=100.0, credited=80.0)]
+    assert slow_credited(load_scene("lines", 90.0), peers) == pytest.approx(0.8)
+
+
 def test_seconds_to_a_loss_are_on_the_line_between_two_evaluations() -> None:
     curve = [(0.0, 0.0, 5.0), (10.0, 100.0, 4.0), (20.0, 200.0, 2.0), (30.0, 300.0, 2.5)]
     assert seconds_to_loss(curve, 5.5) == 0.0
@@ -272,7 +307,7 @@ def test_evaluations_of_all_peers_are_one_curve_of_the_newest_base() -> None:
 
 def document(*runs: Run, scene: str = "reference") -> dict[str, Any]:
     played = load_scene(scene, 90.0)
-    found = {"scene": scene, "seconds": 90.0, "cores": 2, "killed": list(played.killed), "runs": []}
+    found = {"scene": scene, "seconds": 90.0, "cores": 2, "killed": list(played.killed), "throttled": [], "runs": []}
     # Through JSON, as --resume and --show read it.
     tables = json.loads(json.dumps([one.as_json() for one in runs]))
     return {**found, **summarise([Run.from_json(table) for table in tables])}
