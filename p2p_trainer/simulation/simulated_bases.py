@@ -123,7 +123,10 @@ class Bases:
         donors = [
             other
             for other in world.peers
-            if other.announced and other.awake and other.work.holdings[fragment].claim == claim
+            if other.announced
+            and other.awake
+            and other.work.holdings[fragment].claim == claim
+            and not (peer.emulated.behind_nat and other.emulated.behind_nat)  # neither can dial the other
         ]
         if not donors:
             return

@@ -6,9 +6,12 @@ models: of transfers (``simulated_round.py``), of matchmaking (everybody with th
 every member everybody's announcement over its own line) and of records (a change is seen by all after one interval of
 reading). The same seed gives the same swarm.
 
-What it does not show: the DHT's delays and failures, lost packets, the time that programs take to start and to compute
-anything but inner steps, clocks that disagree, partitions, lies; groups of two minds about who leads. All peers know
-the same at the same moment, and a dead one is found out by all at once.
+A peer behind NAT follows, reduces nothing, and sends no base to another one behind NAT.
+
+What it does not show: bootstrap peers, so that peers behind NAT alone hold no rounds; limits of memory; the DHT's
+delays and failures, lost packets, the time that programs take to start and to compute anything but inner steps, clocks
+that disagree, partitions, lies; groups of two minds about who leads. All peers know the same at the same moment, and a
+dead one is found out by all at once.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ Average = Callable[[RoundPlan, RoundFlow, Sequence[SimulatedPeer]], Any]
 
 
 ASLEEP = "it slept through the round"
+NOBODY_TO_DIAL = "nobody of them can be dialled; bootstrap peers, which would average for them, are not simulated"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,6 +170,7 @@ class Ticks:
             distrusted=peer.reducers.distrusted(self._world.now),
             cadence=peer.cadence.announced,
             codec=peer.cadence.chosen_codec,
+            can_be_dialled=not peer.emulated.behind_nat,
         )
         return _Brought(peer=peer, start=peer.starts, member=member, report=report)
 
@@ -213,6 +215,7 @@ class Ticks:
                 averaging.lead_seconds,
                 self._world.schedule.cycle_seconds,
                 found_nobody=one.peer.found_nobody,
+                can_be_dialled=one.member.can_be_dialled,
                 telling_seconds=telling_seconds(len(members), one.peer.link_rate.rate.up),
             )
             for one in members
@@ -227,6 +230,9 @@ class Ticks:
                     tick, attempt, members, self._world.now, "no group of enough of the training peers came together"
                 )
                 return
+        if len(members) > 1 and not any(one.member.can_be_dialled for one in members):
+            self._give_up(tick, members, NOBODY_TO_DIAL)
+            return
         plan = plan_round(
             group_id=b"simulated" + self._world.chance.randbytes(8),
             tick=tick.number,

@@ -9,6 +9,7 @@ from p2p_trainer.rehearsal.scene import Scene, parse_peers
 from p2p_trainer.simulation.simulate import play, played, random_peers
 from p2p_trainer.simulation.simulated_dht import RecordSizes, dht_load
 from p2p_trainer.simulation.simulated_swarm import SimulatedSwarm
+from p2p_trainer.simulation.simulated_ticks import NOBODY_TO_DIAL
 
 MANIFEST = parse_manifest(example_manifest("stdlib-text"), "the example")
 FRAGMENTS = [30_000, 28_000, 31_000, 29_000]
@@ -41,6 +42,22 @@ def test_peers_without_lines_are_in_every_round_and_train_as_fast_as_alone() -> 
 def test_one_peer_goes_on_alone() -> None:
     (peer,) = swarm_of("40").peers
     assert peer.tally.participation == 1.0 and peer.tally.bytes_sent == 0
+
+
+def test_who_is_behind_nat_contributes_and_averages_nothing() -> None:
+    behind, other, dialled = swarm_of("40:50M/20ms:nat,20:50M/20ms:nat,20:50M/20ms").peers
+    for peer in (behind, other, dialled):
+        assert peer.tally.participation > 0.95
+        assert peer.credited_samples > 0.9 * peer.samples
+    # It takes in two contributions and gives out two averages; each of the others one of each.
+    assert dialled.tally.bytes_received == pytest.approx(2 * behind.tally.bytes_sent, rel=0.01)
+    assert other.tally.bytes_sent == pytest.approx(behind.tally.bytes_sent, rel=0.01)
+
+
+def test_peers_that_are_all_behind_nat_hold_no_round_and_say_why() -> None:
+    swarm = swarm_of("40:50M/20ms:nat,20:50M/20ms:nat")
+    assert not any(peer.tally.committed for peer in swarm.peers)
+    assert NOBODY_TO_DIAL in swarm.ticks.reasons
 
 
 def test_a_killed_peer_comes_back_without_what_was_in_no_base_and_takes_part_again() -> None:
