@@ -4,8 +4,8 @@ A limit is kept in two ways. What it leaves counts as what the line carries, so 
 takes part in fewer rounds; and every body waits here until it may go. A day's allowance that is used up ends the day
 for rounds: the peer trains on alone, announces that nobody should count on it, and comes back after midnight (UTC).
 
-Counted are the bodies of contributions, averages and bases. What this does not bound: the DHT, matchmaking and
-headers, some kilobytes a tick.
+Counted are the bodies of contributions, averages, bases and news; news does not wait. What this does not bound: the
+DHT, matchmaking and headers, some kilobytes a tick.
 """
 
 from __future__ import annotations

@@ -123,10 +123,10 @@ class BaseKeeper:
                 await asyncio.sleep(min(2.0, 0.2 * attempts))
                 await refresh()
 
-        began, expected_bytes = self._run.clock.now(), progress.expected_bytes
+        began, expected_bytes = self._run.clock.passed(), progress.expected_bytes
         current = await asyncio.gather(*(complete(state) for state in self._run.fragments))
         self._partial.clear()
-        self._note_rate(expected_bytes, self._run.clock.now() - began)
+        self._note_rate(expected_bytes, self._run.clock.passed() - began)
         self._presence.caught_up = any(current)
         counts = []
         for state, saved, contributed in zip(self._run.fragments, configure.counts, configure.contributed, strict=True):
@@ -256,7 +256,7 @@ class BaseKeeper:
         claim = self.better_claim(state)
         if claim is None:
             return False
-        before, began = state.version, self._run.clock.now()
+        before, began = state.version, self._run.clock.passed()
         dropped = state.ledger.dropped_element_samples()
         fetched = await self._fetch(state, claim, lambda *_: None)
         if fetched is None:
@@ -279,7 +279,7 @@ class BaseKeeper:
                     "donors": list(fetched.donors),
                     "kept_progress": keep,
                     "dropped_samples": (state.ledger.dropped_element_samples() - dropped) / state.size,
-                    "seconds": self._run.clock.now() - began,
+                    "seconds": self._run.clock.passed() - began,
                     "bytes_received": fetched.bytes_received,
                 },
             )

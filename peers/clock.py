@@ -3,7 +3,7 @@
 A peer's clock may be wrong by minutes. It measures the offset of several other peers' corrected clocks, takes the
 median and works in corrected time; a newcomer's own clock has no vote, later it votes with offset 0. No peer's claim
 about "the current epoch" is ever believed. A minority of lying clocks cannot move the median beyond the honest ones;
-a majority can.
+a majority can, and where only one answers it moves ours halfway to its own.
 
 Somebody may set the machine's clock while a peer runs: what is read of it is its time at the start of the program, and
 from then on the time that has passed, which also counts while the machine is suspended. Where a system does not tell
@@ -45,6 +45,10 @@ class SwarmClock:
         """Corrected time, seconds since the epoch."""
         return self._origin + self._passed() + self.offset_seconds
 
+    def passed(self) -> float:
+        """Seconds since some moment before now, whatever the offset becomes: to measure how long something took."""
+        return self._passed()
+
     def install(self) -> None:
         """Make hivemind's DHT and matchmaking expire their records by swarm time.
 
@@ -80,12 +84,16 @@ def best_offset(samples: Sequence[ClockSample]) -> float:
 
 
 def correction(peer_offsets: Sequence[float], *, newcomer: bool) -> float:
-    """By how many seconds to correct our clock: the lower median, so that of two clocks exactly one moves.
+    """By how many seconds to correct our clock.
 
-    :param newcomer: a peer that has no part in swarm time yet takes the others'; later its own 0 votes too
+    Of two clocks each moves halfway, and again at the next look. If only the one that is ahead moved, one that is
+    behind would stay so for ever where its only partner hears of many and follows them.
+
+    :param newcomer: a peer that has no part in swarm time yet takes somebody's; later its own 0 votes too
     """
-    votes = list(peer_offsets) if newcomer else [0.0, *peer_offsets]
-    return statistics.median_low(votes) if votes else 0.0
+    if newcomer:
+        return statistics.median_low(peer_offsets) if peer_offsets else 0.0
+    return statistics.median([0.0, *peer_offsets])
 
 
 async def measure_offset(

@@ -67,6 +67,7 @@ class Contact:
         """Connect to peers we have not met, or not at these addresses, and remember the way to all of them."""
         before, self._known = self._known, {peer: member.profile.addresses for peer, member in members.items()}
         self._miss(before, members)
+        self._answered &= self._known.keys()
         # Whoever has other addresses all the time waits until the last ones have been dialled.
         self._known.update({peer: before.get(peer, ()) for peer in self._greeting & self._known.keys()})
         fresh = {peer: addresses for peer, addresses in self._known.items() if before.get(peer) != addresses}

@@ -35,6 +35,7 @@ from dht_config.network import NetworkSettings
 START_SECONDS = 60.0
 DIAL_SECONDS = 10.0
 STRAGGLER_SECONDS = 2.0
+LOOK_SECONDS = 0.1
 RESOLVE_SECONDS = 3.0
 REFUSAL_SECONDS = 2.0
 SOCKET_DIRECTORY_PREFIX = "p2p-trainer-"
@@ -275,17 +276,32 @@ async def refuses(address: Address, timeout_seconds: float = REFUSAL_SECONDS) ->
     return False
 
 
-async def answers_elsewhere(peer_id: str, addresses: Sequence[Address], socket_directory: Path) -> bool:
-    """Whether another daemon answers under ``peer_id`` at one of the addresses: a copied identity.
+async def answers_elsewhere(p2p: P2P, addresses: Sequence[Address], socket_directory: Path) -> bool:
+    """Whether another daemon than ours answers under our peer id at one of the addresses: a copied identity.
 
-    Asked through a throw-away daemon, since a daemon cannot dial its own identity.
+    Asked through a throw-away daemon, since a daemon cannot dial its own identity. If it is ours that it gets, as where
+    a router leads our own address back to us, ours knows it.
     """
     stranger = await start_daemon(NetworkSettings(host="127.0.0.1"), None, socket_directory)
     try:
-        reports = await dial_all(stranger, [address for address in addresses if address.peer_id == peer_id])
+        own = str(p2p.peer_id)
+        reports = await dial_all(stranger, [address for address in addresses if address.peer_id == own])
+        if not any(report.outcome is DialOutcome.CONNECTED for report in reports):
+            return False
+        return not await _comes_in(p2p, stranger.peer_id)
     finally:
         await stranger.shutdown()
-    return any(report.outcome is DialOutcome.CONNECTED for report in reports)
+
+
+async def _comes_in(p2p: P2P, peer: PeerID) -> bool:
+    """Whether a peer that has just been connected with somebody was connected with our daemon."""
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + STRAGGLER_SECONDS
+    while not await hosts_of(p2p, peer):
+        if loop.time() >= give_up:
+            return False
+        await asyncio.sleep(LOOK_SECONDS)
+    return True
 
 
 async def hosts_of(p2p: P2P, peer: PeerID) -> list[str]:

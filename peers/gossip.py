@@ -1,6 +1,9 @@
 """Asking other peers for news, and answering them (anti-entropy: asker and asked compare what they have).
 
-What it does not stop is said in ``news.py``, which keeps the news.
+Whoever asks too often, or for too much, gets an empty answer until its window is over. What is sent and what comes
+counts as a day's traffic; when that is used up nobody is answered, but this peer goes on asking a little: it stays a
+member, and reading everybody's records in the DHT would take more. What else it does not stop is said in ``news.py``,
+which keeps the news.
 """
 
 from __future__ import annotations
@@ -12,15 +15,50 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from hivemind.p2p import PeerID
 from hivemind.p2p.servicer import StubBase
 
+from peers.allowance import Allowance
 from peers.membership import Member
 from peers.messages import News, NewsAsk, NewsAskHeader, NewsHeader
-from peers.news import Newsroom
+from peers.news import MOST_ANSWERED_BYTES, MOST_PEERS, Newsroom
 from peers.transport import TRANSPORT_ERRORS
 
 PARTNERS = 2
 """Peers that are asked at a time."""
 SILENT_SECONDS = 10.0
 """For so long a peer that did not answer is not asked, if there are others."""
+WINDOW_SECONDS = 10.0
+ANSWERS = 100
+"""To one peer within WINDOW_SECONDS. Two that are alone, with the shortest ticks, ask each other some four times a
+second, and once more whenever a base is new."""
+ANSWERED_BYTES = 8 * MOST_ANSWERED_BYTES
+"""To one peer within WINDOW_SECONDS: all the records of 256 peers with models of 256 fragments, 16 kB each."""
+
+
+class Askers:
+    """What each peer has been answered of late.
+
+    :param now: swarm time, seconds
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._began = now()
+        self._answers: dict[PeerID, tuple[int, int]] = {}
+        """By peer: how many, and their bytes, in the window that began then."""
+
+    def may_ask(self, peer: PeerID) -> bool:
+        """Whether a peer may have another answer now."""
+        if not 0 <= self._now() - self._began < WINDOW_SECONDS:  # before it: the clock was corrected
+            self._began = self._now()
+            self._answers = {}
+        answers, answered_bytes = self._answers.get(peer, (0, 0))
+        if peer not in self._answers and len(self._answers) >= MOST_PEERS:
+            return False
+        return answers < ANSWERS and answered_bytes < ANSWERED_BYTES
+
+    def note(self, peer: PeerID, answered_bytes: int) -> None:
+        """It has had one of so many bytes."""
+        answers, before = self._answers.get(peer, (0, 0))
+        self._answers[peer] = answers + 1, before + answered_bytes
 
 
 class Gossip:
@@ -29,6 +67,7 @@ class Gossip:
     :param stub: to call a peer
     :param now: swarm time, seconds
     :param wait_seconds: how long to wait for an answer, as of now
+    :param allowance: of a day's traffic
     :param on_answer: told of every peer that answers, by its base58 id
     """
 
@@ -38,9 +77,11 @@ class Gossip:
         stub: Callable[[PeerID], StubBase],
         now: Callable[[], float],
         wait_seconds: Callable[[], float],
+        allowance: Allowance,
         on_answer: Callable[[str], None] = lambda peer: None,
     ) -> None:
         self._on_answer = on_answer
+        self._allowance, self._askers = allowance, Askers(now)
         self._newsroom, self._stub, self._now, self._wait_seconds = newsroom, stub, now, wait_seconds
         self._silent: dict[str, float] = {}
         """Peers that did not answer, and until when they are not asked."""
@@ -69,7 +110,9 @@ class Gossip:
 
     async def ask(self, peer: str) -> bool:
         """Ask a peer, by its base58 id, for news, and tell it ours. Whether it answered."""
-        request = NewsAsk(NewsAskHeader(have=self._newsroom.have()), self._newsroom.own)
+        have, own = self._newsroom.have(), self._newsroom.own
+        request = NewsAsk(NewsAskHeader(have=have), own)
+        self._allowance.moved(len(have) + len(own))
         try:
             answer = await self._stub(PeerID.from_base58(peer)).rpc_news(request, timeout=self._wait_seconds())
         except TRANSPORT_ERRORS:
@@ -78,16 +121,20 @@ class Gossip:
             self._silent[peer] = self._now() + SILENT_SECONDS
             return False
         self._silent.pop(peer, None)
+        self._allowance.moved(len(answer.body))
         self._newsroom.take(bytes(answer.body))
         self._on_answer(peer)
         return True
 
-    def answer(self, request: NewsAsk) -> News:
+    def answer(self, request: NewsAsk, asker: PeerID) -> News:
         """What we have that is newer than what an asker has. It tells its own as well."""
-        if request.header is None:
+        if request.header is None or self._allowance.is_used_up or not self._askers.may_ask(asker):
             return News(NewsHeader())
         self._newsroom.take_one(bytes(request.body))
-        return News(NewsHeader(), self._newsroom.newer_than(request.header.have))
+        answer = News(NewsHeader(), self._newsroom.newer_than(request.header.have))
+        self._askers.note(asker, len(answer.body))
+        self._allowance.moved(len(request.header.have) + len(request.body) + len(answer.body))
+        return answer
 
 
 def choose_partners(members: Mapping[str, Member], silent: Collection[str], count: int) -> list[str]:

@@ -5,8 +5,8 @@ changed. Between two such readings a peer asks a few others, whom it chooses ane
 it has: what one peer knows reaches everybody in a number of steps that grows with the logarithm of their number, and
 hardly any of it twice.
 
-What this does not stop: a peer that keeps news back (the next one asked is another), one that asks for everything
-again and again (as of the DHT), and many false identities, up to MOST_PEERS.
+What this does not stop: a peer that keeps news back (the next one asked is another), and many false identities, up to
+MOST_PEERS.
 """
 
 from __future__ import annotations

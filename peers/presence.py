@@ -96,6 +96,7 @@ class Presence:
             run.stub,
             run.clock.now,
             lambda: run.node.protocol.wait_timeout,
+            run.allowance,
             on_answer=lambda peer: run.tasks.spawn(self._contact.keep_in_dht(peer)),
         )
         self._to_ask: set[str] = set()
@@ -221,11 +222,11 @@ class Presence:
         peers = choose_partners(reachable, self._dead, MOST_TOLD)
         await self._gossip.ask_all(peers)
 
-    def answer_news(self, request: NewsAsk) -> News:
+    def answer_news(self, request: NewsAsk, asker: PeerID) -> News:
         """What others are to hear of us and of everybody."""
         if self.changed.is_set() and self._newsroom.own:
             self.tell()  # the asker wants to know what is so now
-        return self._gossip.answer(request)
+        return self._gossip.answer(request, asker)
 
     def _see(self, found: Mapping[str, Member]) -> None:
         """Make a new view of what was found and heard; where there is no news for long, look for anybody."""
@@ -241,6 +242,8 @@ class Presence:
                 self.caught_up = False
                 self._contact.came_back()
         self.view = View(read_at=now, members=members)
+        remembered = members.keys() | self._company.members.keys()
+        self._dead = {peer: expires for peer, expires in self._dead.items() if peer in remembered}
         self._run.training.send(
             Event(
                 "peers",
@@ -290,7 +293,7 @@ class Presence:
             return
         texts = self._own_record.profile.addresses
         good, _ = parse_addresses([text for text in texts if text not in self._run.addresses])
-        if good and await answers_elsewhere(str(self._run.p2p.peer_id), good, self._run.settings.socket_directory):
+        if good and await answers_elsewhere(self._run.p2p, good, self._run.settings.socket_directory):
             raise IdentityError(
                 f"Another peer runs with this identity at {good[0].text}.",
                 f"Stop it, or delete {self._run.settings.identity.path} to get an identity of your own.",
@@ -493,9 +496,9 @@ class Presence:
     async def watch_time(self) -> None:
         """Notice that this process did not run for a while: the swarm has gone on meanwhile."""
         while True:
-            before = self._run.clock.now()
+            before = self._run.clock.passed()
             await asyncio.sleep(1.0)
-            still = self._run.clock.now() - before - 1.0
+            still = self._run.clock.passed() - before - 1.0
             if still >= STILL_SECONDS and self._run.life.happens("stood still", duration(still)):
                 self._doubt_bases()
 

@@ -85,7 +85,7 @@ class RoundKeeper:
         self._round_times, self._arrival_times = TransferTimes(), TransferTimes()
         cycle_seconds = run.schedule.cycle_seconds
         self._reducers = Reliability(REDUCER_DISTRUST_CYCLES * cycle_seconds, REDUCER_DISTRUST_DOUBLINGS)
-        silent_leaders = Reliability(cycle_seconds, LEADER_DISTRUST_DOUBLINGS)
+        self._silent_leaders = Reliability(cycle_seconds, LEADER_DISTRUST_DOUBLINGS)
         self._found_nobody = False
         self._needed_samples = ENOUGH * averaging.global_batch
         self._register = RoundRegister()
@@ -104,7 +104,7 @@ class RoundKeeper:
                 size=state.size,
                 is_quorum=presence.is_quorum,
                 possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
-                silent_leaders=silent_leaders,
+                silent_leaders=self._silent_leaders,
                 can_be_dialled=run.can_be_dialled,
                 likely_members=presence.likely_leaders,
                 auxiliary=presence.auxiliary,
@@ -304,7 +304,7 @@ class RoundKeeper:
                 Counts(brought.taken.samples, brought.taken.steps),
                 len(self._run.fragments),
             )
-        began = self._run.clock.now()
+        began = self._run.clock.passed()
         if len(members) == 1:
             average = await off_loop(state.size, brought.values.whole)
             parts: tuple[AveragedPart, ...] = (AveragedPart(start=0, stop=state.size, included=[0]),)
@@ -320,7 +320,7 @@ class RoundKeeper:
         state.backed_until = self._run.clock.now() + RECORD_SECONDS
         self._presence.changed.set()
         report["outcome"] = "committed"
-        report["seconds"] = self._run.clock.now() - began
+        report["seconds"] = self._run.clock.passed() - began
         late = 0 if self._auxiliary else sum(part.stop - part.start for part in parts if own_index not in part.included)
         report["late_share"] = late / state.size
         if len(members) > 1:
@@ -446,7 +446,7 @@ class RoundKeeper:
         if not self._auxiliary:
             state.contributes(plan.tick)
         state.sent = current.lossy
-        began = self._run.clock.now()
+        began = self._run.clock.passed()
         self._under_way[state.index] = current
         try:
             result = await current.run()
@@ -455,12 +455,12 @@ class RoundKeeper:
             raise _Lost(str(error)) from error
         finally:
             del self._under_way[state.index]
-            now = self._run.clock.now()
-            if now - began <= current.longest_seconds + AWAKE_SECONDS:
+            seconds = self._run.clock.passed() - began
+            if seconds <= current.longest_seconds + AWAKE_SECONDS:
                 # A round that failed for want of time is a measurement as well: the next one waits longer.
-                self._round_times.note(transfer_bytes, now - began)
+                self._round_times.note(transfer_bytes, seconds)
                 self._note_rate(plan, current.meter.rate)
-                self._judge(current, now)
+                self._judge(current, self._run.clock.now())
             report.update(
                 bytes_sent=report["bytes_sent"] + current.bytes_sent,
                 bytes_received=report["bytes_received"] + current.bytes_received,
@@ -504,7 +504,9 @@ class RoundKeeper:
         self._reducers.judge(
             [peer.to_bytes() for peer in current.answered], [peer.to_bytes() for peer in current.failed], now
         )
-        self._reducers.forget({PeerID.from_base58(peer).to_bytes() for peer in self._presence.view.members}, now)
+        known = {PeerID.from_base58(peer).to_bytes() for peer in self._presence.view.members}
+        for judged in (self._reducers, self._silent_leaders):
+            judged.forget(known, now)
 
 
 class _Lost(RoundVoid):

@@ -30,7 +30,7 @@ class PresenceDesk(Protocol):
 
     def look(self, peer: PeerID) -> None: ...
 
-    def answer_news(self, request: NewsAsk) -> News: ...
+    def answer_news(self, request: NewsAsk, asker: PeerID) -> News: ...
 
 
 class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
@@ -57,7 +57,9 @@ class SwarmServicer(ServicerBase):  # type: ignore[misc]  # hivemind ships no ty
         return Clock(ClockHeader(seconds=self._clock.now()))
 
     async def rpc_news(self, request: NewsAsk, context: P2PContext) -> News:
-        return self.presence.answer_news(request) if self.presence is not None else News(NewsHeader())
+        if self.presence is None:
+            return News(NewsHeader())
+        return self.presence.answer_news(request, context.remote_id)
 
     async def rpc_dial_back(self, request: DialBack, context: P2PContext) -> DialedBack:
         if self.dial_back is None:

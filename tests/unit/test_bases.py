@@ -76,7 +76,7 @@ class Peer:
         self.fragments = tuple(FragmentState(index, LAYOUT, arena) for index in range(2))
         run = SimpleNamespace(
             fragments=self.fragments,
-            clock=SimpleNamespace(now=lambda: swarm.now),
+            clock=SimpleNamespace(now=lambda: swarm.now, passed=lambda: swarm.now),
             node=SimpleNamespace(protocol=SimpleNamespace(wait_timeout=3.0)),
             settings=SimpleNamespace(role="training"),
             signed_manifest=SimpleNamespace(initial_digests=(bytes(32), bytes(32))),

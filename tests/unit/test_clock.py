@@ -54,9 +54,18 @@ def test_a_newcomer_takes_the_others_time_and_has_no_vote() -> None:
     assert correction([-3.0, 120.0, 121.0], newcomer=True) == 120.0
 
 
-def test_of_two_clocks_exactly_one_moves() -> None:
-    ahead, behind = correction([-50.0], newcomer=False), correction([50.0], newcomer=False)
-    assert sorted([ahead, behind]) == [-50.0, 0.0]
+def test_two_clocks_meet_halfway() -> None:
+    assert correction([-50.0], newcomer=False) == -25.0
+    assert correction([50.0], newcomer=False) == 25.0
+
+
+@given(ahead=st.floats(-3600, 3600), others=st.integers(2, 7))
+def test_a_clock_that_only_one_peer_answers_comes_to_the_swarms_time(ahead: float, others: int) -> None:
+    """Its partner hears of many, and so does not move."""
+    for _ in range(24):
+        assert correction([ahead, *[0.0] * others], newcomer=False) == 0.0
+        ahead += correction([-ahead], newcomer=False)
+    assert abs(ahead) < 0.001
 
 
 def test_nobody_asked_corrects_nothing() -> None:
@@ -171,6 +180,15 @@ def test_whatever_is_done_to_the_machines_clock_swarm_time_only_passes() -> None
         wall[0] += jump
         passed[0] += 1.0
         assert clock.now() == 1000.0 + passed[0] - 50.0
+
+
+def test_corrections_do_not_change_how_long_something_took() -> None:
+    passed = [50.0]
+    clock = SwarmClock(wall=lambda: 1000.0, passed=lambda: passed[0])
+    began = clock.passed()
+    clock.offset_seconds += 3600.0
+    passed[0] += 2.0
+    assert clock.passed() - began == 2.0
 
 
 def test_swarm_time_is_this_machines_and_passes_as_fast() -> None:

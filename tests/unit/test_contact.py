@@ -191,6 +191,13 @@ def heard_of(line: Line, **statuses: str) -> None:
     line.contact.meet(members, ())
 
 
+def test_of_those_that_answered_only_those_are_remembered_who_are_known(tmp_path: Path) -> None:
+    line = Line(tmp_path, [], lambda peer, ping: True)
+    line.contact._answered = {str(ONE), str(OTHER)}
+    heard_of(line, one="training")
+    assert line.contact._answered == {str(ONE)}
+
+
 def test_who_vanished_is_looked_for_although_others_are_heard_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

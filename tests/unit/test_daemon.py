@@ -174,9 +174,14 @@ def test_a_copied_identity_is_found_where_it_answers(sockets: Path, tmp_path: Pa
         try:
             assert twin.peer_id == identity.peer_id, "the daemon takes the identity from the file"
             (address,) = [parse_address(str(maddr)) for maddr in await twin.get_visible_maddrs()]
-            assert await answers_elsewhere(address.peer_id, [address], sockets)
-            gone = parse_address(f"/ip4/127.0.0.1/tcp/{unused_port()}/p2p/{address.peer_id}")
-            assert not await answers_elsewhere(address.peer_id, [gone], sockets)
+            ours = await start_daemon(LOOPBACK, identity.path, sockets)
+            try:
+                assert await answers_elsewhere(ours, [address], sockets)
+                gone = parse_address(f"/ip4/127.0.0.1/tcp/{unused_port()}/p2p/{address.peer_id}")
+                assert not await answers_elsewhere(ours, [gone], sockets)
+            finally:
+                await ours.shutdown()
+            assert not await answers_elsewhere(twin, [address], sockets), "a router led our own address back to us"
         finally:
             await twin.shutdown()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Iterable
 from dataclasses import replace
@@ -21,15 +22,27 @@ from dht_config.news import MAX_NEWS_BYTES, PeerNews, open_news, sign_news
 from dht_config.records import FragmentClaim, SwarmState
 from dht_config.validators import PEER_RECORD_LIFETIME_SECONDS
 from peers import news as newsrooms
-from peers.gossip import Gossip, choose_partners, dht_publishing_seconds, dht_reading_seconds
+from peers.allowance import Allowance
+from peers.gossip import (
+    ANSWERED_BYTES,
+    ANSWERS,
+    WINDOW_SECONDS,
+    Askers,
+    Gossip,
+    choose_partners,
+    dht_publishing_seconds,
+    dht_reading_seconds,
+)
 from peers.membership import Member
 from peers.messages import News, NewsAsk, NewsAskHeader
-from peers.news import HAVE_BYTES, Newsroom, newest
+from peers.news import HAVE_BYTES, MOST_ANSWERED_BYTES, MOST_PEERS, Newsroom, newest
 from peers.presence import RECORD_SECONDS
 
 RUN = "digits-0123456789abcdef"
 NOW = 1000.0
 COUNT = 6
+ASKER, OTHER_ASKER = (PeerID(b"\x12\x20" + bytes([number]) * 32) for number in (1, 2))
+EVERYTHING = NewsAsk(NewsAskHeader(have=b""))
 
 
 @pytest.fixture(scope="module")
@@ -226,14 +239,15 @@ class Line:
             raise asyncio.TimeoutError
         asked = NewsAsk.FromString(request.SerializeToString())
         assert isinstance(asked, NewsAsk)
-        answer = News.FromString(self._gossip.answer(asked).SerializeToString())
+        answer = News.FromString(self._gossip.answer(asked, ASKER).SerializeToString())
         assert isinstance(answer, News)
         return answer
 
 
-def gossip_of(room: Newsroom, lines: dict[PeerID, Line]) -> Gossip:
+def gossip_of(room: Newsroom, lines: dict[PeerID, Line], daily_bytes: int | None = None) -> Gossip:
     stub: Any = lines.__getitem__
-    return Gossip(room, stub, lambda: NOW, lambda: 1.0)
+    allowance = Allowance(Path(os.devnull), lambda: NOW, daily_bytes=daily_bytes)
+    return Gossip(room, stub, lambda: NOW, lambda: 1.0, allowance)
 
 
 def test_asking_tells_both_and_who_is_silent_is_left_alone_for_a_while(identities: list[Identity]) -> None:
@@ -243,7 +257,8 @@ def test_asking_tells_both_and_who_is_silent_is_left_alone_for_a_while(identitie
     asked.announce(news_of(asked_id), sealed(asked_id))
     lines = {asked_id.peer_id: Line(gossip_of(asked, {})), gone_id.peer_id: Line(None)}
     answered: list[str] = []
-    gossip = Gossip(asker, cast(Any, lines.__getitem__), lambda: NOW, lambda: 1.0, answered.append)
+    gossip = gossip_of(asker, cast(Any, lines))
+    gossip._on_answer = answered.append
     assert asyncio.run(gossip.ask_some([str(gone_id.peer_id), str(asked_id.peer_id)]))
     assert set(asker.members()) == {str(asked_id.peer_id)}
     assert set(asked.members()) == {str(asker_id.peer_id)}
@@ -257,6 +272,46 @@ def test_asking_tells_both_and_who_is_silent_is_left_alone_for_a_while(identitie
 def test_a_malformed_question_gets_an_empty_answer(identities: list[Identity]) -> None:
     room = newsroom(identities[0])
     assert room.take_one(sealed(identities[1]))
-    assert gossip_of(room, {}).answer(NewsAsk()).body == b""
-    everything = gossip_of(room, {}).answer(NewsAsk(NewsAskHeader(have=b"17 bytes, not 16.")))
+    assert gossip_of(room, {}).answer(NewsAsk(), ASKER).body == b""
+    everything = gossip_of(room, {}).answer(NewsAsk(NewsAskHeader(have=b"17 bytes, not 16.")), ASKER)
     assert len(msgpack.unpackb(bytes(everything.body))) == 1, "what it has cannot be read: it gets all"
+
+
+def test_who_asks_all_the_time_gets_empty_answers_until_its_window_is_over(identities: list[Identity]) -> None:
+    room = newsroom(identities[0])
+    assert room.take_one(sealed(identities[1]))
+    gossip, now = gossip_of(room, {}), [NOW]
+    gossip._askers = Askers(lambda: now[0])
+    full = [bool(gossip.answer(EVERYTHING, ASKER).body) for _ in range(ANSWERS + 5)]
+    assert full == [True] * ANSWERS + [False] * 5
+    assert gossip.answer(EVERYTHING, OTHER_ASKER).body, "others are answered"
+    now[0] += WINDOW_SECONDS
+    assert gossip.answer(EVERYTHING, ASKER).body
+
+
+def test_what_one_peer_may_have_is_bounded_in_bytes_and_peers_in_number() -> None:
+    now = [NOW]
+    askers = Askers(lambda: now[0])
+    for _ in range(ANSWERED_BYTES // MOST_ANSWERED_BYTES):
+        assert askers.may_ask(ASKER)
+        askers.note(ASKER, MOST_ANSWERED_BYTES)
+    assert not askers.may_ask(ASKER)
+    for number in range(MOST_PEERS - 1):
+        askers.note(PeerID(b"\x12\x20" + number.to_bytes(32, "big")), 0)
+    assert not askers.may_ask(OTHER_ASKER), "many false identities are not kept"
+    now[0] -= 3600.0
+    assert askers.may_ask(ASKER), "the clock was corrected"
+
+
+def test_news_counts_as_a_days_traffic_and_nobody_is_answered_when_that_is_used_up(identities: list[Identity]) -> None:
+    asker_id, asked_id = identities[:2]
+    asker, asked = newsroom(asker_id), newsroom(asked_id)
+    asker.announce(news_of(asker_id), sealed(asker_id))
+    asked.announce(news_of(asked_id), sealed(asked_id))
+    answering = gossip_of(asked, {}, daily_bytes=10**6)
+    asking = gossip_of(asker, cast(Any, {asked_id.peer_id: Line(answering)}), daily_bytes=10**6)
+    assert asyncio.run(asking.ask(str(asked_id.peer_id)))
+    least = len(sealed(asker_id)) + len(sealed(asked_id))
+    assert least <= asking._allowance._moved_today() == answering._allowance._moved_today() < least + 100
+    answering._allowance.moved(10**6)
+    assert not answering.answer(EVERYTHING, ASKER).body

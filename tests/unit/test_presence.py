@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -11,6 +13,7 @@ import pytest
 from hivemind.p2p import PeerID
 from peer_profile import Status, profile
 
+from peers.allowance import Allowance
 from peers.cadence import CADENCES
 from peers.clock import Schedule
 from peers.company import GONE_SECONDS
@@ -24,6 +27,7 @@ from peers.round import RoundVoid
 from peers.settings import Role
 from peers.tasks import Tasks
 
+ASKER = PeerID(b"\x12\x20" + bytes(32))
 SCHEDULE = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=2)
 
 
@@ -35,6 +39,8 @@ class Records(Presence):
     """Presence whose records are what the test says."""
 
     def __init__(self, *, neighbours_answer: bool = True, role: Role = "training") -> None:
+        self.now, self.offset = 100.0, 0.0
+
         async def ping(peer: object) -> bool:
             return neighbours_answer
 
@@ -45,7 +51,7 @@ class Records(Presence):
             routing_table=SimpleNamespace(uid_to_peer_id={"neighbour": "neighbour"}), call_ping=ping
         )
         run = SimpleNamespace(
-            clock=SimpleNamespace(now=lambda: self.now),
+            clock=SimpleNamespace(now=lambda: self.now + self.offset, passed=lambda: self.now),
             life=Life(),
             tasks=Tasks(),
             schedule=SCHEDULE,
@@ -65,9 +71,9 @@ class Records(Presence):
             own_id=b"own",
             can_be_dialled=True,
             stub=None,
+            allowance=Allowance(Path(os.devnull), lambda: self.now),
             fragments=(SimpleNamespace(version=-1),),
         )
-        self.now = 100.0
         super().__init__(run, heard_from_others=True)  # type: ignore[arg-type]
         self.read: list[list[str]] = []
         """Readings of the DHT, and who was asked besides."""
@@ -209,12 +215,12 @@ def test_what_is_told_is_what_is_so_now() -> None:
     records = Records()
     records.tell()
     before = records._newsroom.own
-    assert records.answer_news(NewsAsk(NewsAskHeader(have=b""))).body
+    assert records.answer_news(NewsAsk(NewsAskHeader(have=b"")), ASKER).body
     assert records._newsroom.own == before
     records.changed.set()
     held: Any = SimpleNamespace(version=0, claim=Claim(version=0, digest=bytes(32), total_samples=0))
     records._run.fragments = (held,)  # type: ignore[misc]
-    records.answer_news(NewsAsk(NewsAskHeader(have=b"")))
+    records.answer_news(NewsAsk(NewsAskHeader(have=b"")), ASKER)
     told = records._newsroom._news[b"own"].state
     assert records._newsroom.own != before
     assert told is not None and told.fragments[0].version == 0
@@ -332,20 +338,62 @@ def test_however_long_a_tick_is_records_are_renewed_before_they_run_out(tick_sec
     assert 2 * refresh_seconds(tick_seconds) < RECORD_SECONDS
 
 
-def test_a_peers_own_word_counts_more_than_a_record_of_the_same_time_in_the_dht(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its profile may be in the DHT already, and its claims of a moment before: a rival base would not be seen."""
+def seeing(monkeypatch: pytest.MonkeyPatch) -> Records:
+    """Presence that makes views, and does nothing else with them."""
     records = Records()
-    claim = Claim(version=2, digest=bytes(32), total_samples=9)
-    told = Member(profile=member().profile, claims=(claim,), expires=200.0)
-    monkeypatch.setattr(records._newsroom, "members", lambda: {"one": told})
     monkeypatch.setattr(records, "_share", lambda: 0)
     monkeypatch.setattr(records._contact, "meet", lambda members, training: None)
     monkeypatch.setattr(records._contact, "is_time_to_search", lambda now, silent: False)
     records._run.training.send = lambda event: None  # type: ignore[method-assign]
+    return records
+
+
+def test_a_peers_own_word_counts_more_than_a_record_of_the_same_time_in_the_dht(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its profile may be in the DHT already, and its claims of a moment before: a rival base would not be seen."""
+    records = seeing(monkeypatch)
+    claim = Claim(version=2, digest=bytes(32), total_samples=9)
+    told = Member(profile=member().profile, claims=(claim,), expires=200.0)
+    monkeypatch.setattr(records._newsroom, "members", lambda: {"one": told})
     records._see({"one": member(expires=200.0)})
     assert records.view.claims(0) == {"one": claim}
+
+
+class Ended(Exception):
+    """The scene is over."""
+
+
+@pytest.mark.parametrize(("slept", "corrected", "state"), [(0.0, 3600.0, "training"), (60.0, 0.0, "syncing")])
+def test_a_corrected_clock_is_not_taken_for_a_time_asleep(
+    slept: float, corrected: float, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = Records()
+    trains_with(records, one=member())
+    naps = [1.0 + slept]
+
+    async def sleep(seconds: float) -> None:
+        if not naps:
+            raise Ended
+        records.now += naps.pop()
+        records.offset += corrected
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(Ended):
+        asyncio.run(records.watch_time())
+    assert records._run.life.state == state
+
+
+def test_of_the_dead_only_those_are_remembered_who_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = seeing(monkeypatch)
+    records._dead = {"one": 200.0, "gone": 50.0, "companion": 90.0}
+    records._company.members = {"companion": member()}
+    records._see({"one": member(expires=200.0)})
+    assert records._dead.keys() == {"one"}, "the news was company as well"
+    records._company.members = {"companion": member()}
+    records._dead["companion"] = 90.0
+    records._see({"one": member(expires=200.0)})
+    assert records._dead.keys() == {"one", "companion"}
 
 
 def test_everybody_is_told_by_ourselves_that_we_begin_to_train() -> None:
