@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
@@ -20,6 +21,8 @@ from peers.pipe import Configure, Event, Rebased, Synced, Syncing, Waiting
 from peers.presence import Presence
 from peers.transfer import FetchedBase, FrozenBase, PartialBase
 from peers.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 BASE = "base"
 """Name of the call that asks for a base, piece by piece."""
@@ -58,6 +61,8 @@ class BaseKeeper:
         self._seen: dict[int, tuple[Claim, float]] = {}
         """By fragment: the better claim, and since when we know of it."""
         self._last_keep = 0.0
+        self.on_unfaithful: Callable[[str], None] = lambda reducer: None
+        """Told of a reducer, by its base58 id, that gave members of a round different averages."""
 
     async def serve(self) -> None:
         """Serve our bases from now on."""
@@ -197,6 +202,8 @@ class BaseKeeper:
             ancestors=state.ancestors,
             has_vote=not self._presence.auxiliary,
             backers=state.backers - behind if self._run.clock.now() < state.backed_until else (),
+            round_size=max(state.round_size, len(state.unresolved_mates)),
+            origin=state.origin,
         )
 
     def catch_up(self) -> None:
@@ -259,7 +266,7 @@ class BaseKeeper:
         before, began = state.version, self._run.clock.passed()
         dropped = state.ledger.dropped_element_samples()
         fetched = await self._fetch(state, claim, lambda *_: None)
-        if fetched is None:
+        if fetched is None or not await self._believes(state, fetched):
             return False
         if fetched.bytes_received >= MEASURABLE_BYTES:
             self._run.link_rate.note(LineRate(down=fetched.bytes_received / max(fetched.seconds, 1e-6)))
@@ -285,6 +292,19 @@ class BaseKeeper:
             )
         )
         return True
+
+    async def _believes(self, state: FragmentState, fetched: FetchedBase) -> bool:
+        """Whether to take a base instead of ours; who announces one that was made up is not believed for a while."""
+        claims = self._presence.view.claims(state.index)
+        announcers = {peer for peer, claim in claims.items() if claim == fetched.claim}
+        verdict = await asyncio.to_thread(state.judge, fetched, announcers, len(claims))
+        for reducer in verdict.unfaithful:
+            logger.debug("Reducer %s gave members of a round different averages", reducer)
+            self.on_unfaithful(reducer)
+        for peer in () if verdict.believed else announcers:
+            logger.debug("Peer %s announces a base of a round that did not make it", peer)
+            self._donors.lied(peer)
+        return verdict.believed
 
     async def _put_fetched(
         self, state: FragmentState, fetched: FetchedBase
@@ -313,16 +333,18 @@ class BaseKeeper:
                 if fetched is not None or earlier.bytes_here > before:
                     return fetched
             del self._partial[state.index]
+        announcing = [peer for peer, other in self._presence.view.claims(state.index).items() if other == claim]
         partial = self._partial.get(state.index)
         if partial is None:
-            states = len(state.outer_state)
-            partial = PartialBase(fragment=state.index, size=state.size, states=states, claim=claim)
+            partial = PartialBase(
+                fragment=state.index,
+                size=state.size,
+                states=len(state.outer_state),
+                claim=claim,
+                origin=self._presence.present().intersection(announcing),
+            )
             self._partial[state.index] = partial
-        announcing = [
-            peer
-            for peer, other in self._presence.view.claims(state.index).items()
-            if other == claim and self._presence.can_meet(peer)
-        ]
+        announcing = [peer for peer in announcing if self._presence.can_meet(peer)]
         random.shuffle(announcing)  # so that newcomers spread
         return await self._complete(partial, list(dict.fromkeys([*partial.senders, *announcing])), on_progress)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,12 +14,13 @@ from peers.codecs import Sparse
 from peers.contribution import Contribution, Difference, Outgoing, SentPart
 from peers.fragments import FragmentLayout
 from peers.ledger import Counts, Ledger, PendingSpan
-from peers.lineage import Claim
+from peers.lineage import MANY_MEMBERS, Claim
 from peers.messages import MAX_RECEIPTS, AveragedPart, Contributor, Receipt, extend_history
 from peers.outer import NO_HISTORY, OuterOptimizer, base_digest
 from peers.past import Milestone, Past
 from peers.pipe import FragmentMeta, SnapshotTaken
 from peers.residual import AverageResidual
+from peers.rivals import BELIEVED, ReducedShare, Verdict, judge_rival, same_round, shares_of
 from peers.round_plan import RoundPlan, element_samples, receipt_for
 from peers.transfer import FetchedBase, FrozenBase, LiveBytes
 
@@ -60,6 +61,12 @@ class FragmentState:
         self.backed_until = 0.0
         self.backers: frozenset[str] = frozenset()
         """Peers that made our base with us; for a while they stand behind it before their records say so."""
+        self.round_size = 0
+        """Members of the round that made our base; 0 if we fetched or restored it."""
+        self.reduced: tuple[ReducedShare, ...] = ()
+        """Who averaged what in that round."""
+        self.origin: frozenset[str] = frozenset()
+        """Training peers that announced our base when we fetched it."""
         self.average_residual = AverageResidual()
         self._contribution = contribution or Difference()
         self.unsent = False
@@ -179,6 +186,7 @@ class FragmentState:
         self.receipts.append(receipt)
         while len(self.receipts) > MAX_RECEIPTS:
             self.history_before = extend_history(self.history_before, self.receipts.pop(0))
+        self.round_size, self.reduced, self.origin = len(plan.members), shares_of(plan), frozenset()
         self.backers = frozenset(str(member.peer_id) for member in plan.training if member.peer_id.to_bytes() != own_id)
         self._moved_to(version, digest, total, history)
 
@@ -220,10 +228,25 @@ class FragmentState:
         self.receipts = list(fetched.receipts)
         self.history_before = fetched.history_before
         self.backers = frozenset()
+        self.round_size, self.reduced, self.origin = 0, (), fetched.origin
         self.base.copy_(fetched.base)
         self.outer_state.copy_(fetched.outer_state)
         self._moved_to(fetched.claim.version, fetched.claim.digest, fetched.total_element_samples, fetched.history)
         return keep
+
+    def judge(self, fetched: FetchedBase, announcers: Collection[str], others: int) -> Verdict:
+        """Whether to take a base instead of ours, by what it says of the round that made both, if one did.
+
+        :param announcers: who says that it holds it
+        :param others: how many other peers announce any base
+        """
+        if fetched.claim.version != self.version or min(self.round_size, others + 1) < MANY_MEMBERS:
+            return BELIEVED
+        if not same_round(self.receipts, fetched.receipts):
+            # Whoever held another round was not alone in it.
+            return replace(BELIEVED, believed=len(announcers) > 1)
+        ours, theirs = (self.base, *self.outer_state), (fetched.base, *fetched.outer_state)
+        return judge_rival(self.reduced, (ours, self.receipts[-1]), (theirs, fetched.receipts[-1]), announcers)
 
     def contributes(self, tick: int) -> None:
         """A contribution of ours is about to be sent."""

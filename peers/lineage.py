@@ -1,7 +1,8 @@
 """Which base is the swarm's, and who may move it on: pure decisions on what peers announce.
 
 Bases form a line of versions. If a partition or a lost message made two of one version, the one with more samples
-wins and the others fetch it. What this does not stop: a majority of announcers that lie together.
+wins and the others fetch it. What this does not stop: a majority of announcers that lie together, and in a swarm of
+fewer than five a single one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from peers.cadence import steady
+
+MANY_MEMBERS = 5
+"""From so many members of a round on, a single liar among them is in a minority that the others can do without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,8 @@ def choose_base(
     backers: Collection[str] = (),
     ancestors: Collection[bytes] = (),
     has_vote: bool = True,
+    round_size: int = 0,
+    origin: Collection[str] = (),
 ) -> Claim | None:
     """The base this peer should fetch, or None if it holds the right one (or nobody announces any).
 
@@ -44,11 +50,19 @@ def choose_base(
     A peer whose line most peers have left (or never followed) joins the majority even if its own has more samples,
     since alone it could make no further version. Versions above ``possible_versions`` (from the clock) are ignored.
 
+    After a round of many a claim needs two announcers: one member could announce anything as what the others missed.
+    Except a rival of our own version: whoever gave each member another average leaves them on a base each. What is in
+    that one says whether to believe it (``rivals.py``).
+
+    Who fetched its base goes on with those from whom it has it: many newcomers at once outvote nobody.
+
     :param claims: by peer id, without our own
     :param ancestors: digests of earlier bases in our own line, which are no reason to go back
     :param backers: peers that made our base with us; each stands behind it until its record tells of a later one
     :param has_vote: whether our own base counts against a better one. Not that of a peer that does not train: where it
         serves those who cannot reach each other, it and a newcomer would keep each other on a base of the past
+    :param round_size: members of the round that made our base, or of one whose answers we missed
+    :param origin: the training peers that announced our base when we fetched it
     """
     plausible = {peer: claim for peer, claim in claims.items() if claim.version <= possible_versions}
     votes = Counter(plausible.values())
@@ -60,10 +74,14 @@ def choose_base(
     support_of_own = votes[own] + 1 + len(waiting)
     needed = support_of_own if has_vote else support_of_own - 1
     missed = {plausible[peer] for peer in groupmates if peer in plausible}
+    moved_on = {plausible.get(peer) for peer in origin}
+    least = 2 if round_size >= MANY_MEMBERS and len(plausible) >= MANY_MEMBERS - 1 else 1
     better = [
         claim
         for claim, count in votes.items()
-        if claim.rank > own.rank and (count >= needed or (claim in missed and claim.version == own.version + 1))
+        if claim.rank > own.rank
+        and (count >= least or claim.version == own.version)
+        and (count >= needed or (claim in missed and claim.version == own.version + 1) or moved_on == {claim})
     ]
     everyone = sum(votes.values()) + 1
     better += [

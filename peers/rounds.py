@@ -85,6 +85,9 @@ class RoundKeeper:
         self._round_times, self._arrival_times = TransferTimes(), TransferTimes()
         cycle_seconds = run.schedule.cycle_seconds
         self._reducers = Reliability(REDUCER_DISTRUST_CYCLES * cycle_seconds, REDUCER_DISTRUST_DOUBLINGS)
+        self._unfaithful = Reliability(REDUCER_DISTRUST_CYCLES * cycle_seconds, REDUCER_DISTRUST_DOUBLINGS)
+        """Reducers that gave others something else than us: that they answer does not speak for them."""
+        bases.on_unfaithful = self._note_unfaithful
         self._silent_leaders = Reliability(cycle_seconds, LEADER_DISTRUST_DOUBLINGS)
         self._found_nobody = False
         self._needed_samples = ENOUGH * averaging.global_batch
@@ -264,7 +267,7 @@ class RoundKeeper:
         group_id, members = await self._find_group(attempt, begins, state, brought)
         if attempt:
             # Those who have every answer of an earlier attempt are not in this one, and hold its base: no rival to it.
-            failed = {str(PeerID(peer_id)) for peer_id in self._reducers.distrusted(self._run.clock.now())}
+            failed = {str(PeerID(peer_id)) for peer_id in self._distrusted()}
             asked = {*(str(member.peer_id) for member in members), *(state.unresolved_mates - failed)}
             try:
                 await self._presence.refresh(asked)
@@ -378,7 +381,7 @@ class RoundKeeper:
             spans=tuple((span.start, span.stop, span.samples, span.steps) for span in spans),
             attempt=attempt,
             megabits_per_second=announced_megabits(self._run.link_rate.rate, self._run.allowance.rate),
-            distrusted=self._reducers.distrusted(self._run.clock.now())[:MAX_DISTRUSTED],
+            distrusted=self._distrusted()[:MAX_DISTRUSTED],
             can_be_dialled=self._run.can_be_dialled,
             cadence=self._presence.cadence.announced,
             codec=brought.codec,
@@ -499,13 +502,21 @@ class RoundKeeper:
         if changed:
             self._presence.changed.set()
 
+    def _distrusted(self) -> tuple[bytes, ...]:
+        """Peer ids of reducers that failed us lately, or were unfaithful, sorted."""
+        now = self._run.clock.now()
+        return tuple(sorted({*self._reducers.distrusted(now), *self._unfaithful.distrusted(now)}))
+
+    def _note_unfaithful(self, reducer: str) -> None:
+        self._unfaithful.failed(PeerID.from_base58(reducer).to_bytes(), self._run.clock.now())
+
     def _judge(self, current: Round, now: float) -> None:
         """Remember who answered and who did not."""
         self._reducers.judge(
             [peer.to_bytes() for peer in current.answered], [peer.to_bytes() for peer in current.failed], now
         )
         known = {PeerID.from_base58(peer).to_bytes() for peer in self._presence.view.members}
-        for judged in (self._reducers, self._silent_leaders):
+        for judged in (self._reducers, self._unfaithful, self._silent_leaders):
             judged.forget(known, now)
 
 

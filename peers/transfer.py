@@ -98,6 +98,8 @@ class FetchedBase:
     """Also those that came twice or were thrown away."""
     seconds: float
     """From when it was first asked for."""
+    origin: frozenset[str] = frozenset()
+    """The training peers that announced it then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +122,13 @@ class PartialBase:
 
     :param size: elements of the fragment; donors may not bring a byte more than belongs to it
     :param states: vectors of outer optimizer state
+    :param origin: the training peers that announce it
     """
 
-    def __init__(self, *, fragment: int, size: int, states: int, claim: Claim) -> None:
-        self.fragment, self.claim = fragment, claim
+    def __init__(
+        self, *, fragment: int, size: int, states: int, claim: Claim, origin: frozenset[str] = frozenset()
+    ) -> None:
+        self.fragment, self.claim, self._origin = fragment, claim, origin
         self._size, self._states = size, states
         self.num_bytes = (1 + states) * size * FLOAT32.itemsize
         length = min(max(-(-self.num_bytes // PIECES), LEAST_PIECE_BYTES), MOST_PIECE_BYTES)
@@ -278,6 +283,7 @@ class PartialBase:
             donors=self.senders,
             bytes_received=self.bytes_received,
             seconds=time.monotonic() - self._began,
+            origin=self._origin,
         )
 
     def _print(self, piece: Piece) -> bytes:

@@ -337,6 +337,40 @@ def test_a_liar_with_a_better_claim_keeps_nobody_out() -> None:
     asyncio.run(scene())
 
 
+def test_newcomers_that_come_at_once_go_on_with_the_peer_they_have_their_base_from() -> None:
+    async def scene() -> None:
+        swarm = Swarm()
+        lone = await swarm.add("donor-lone", 3)
+        newcomers = [await swarm.add("new-one"), await swarm.add("new-two")]
+        await asyncio.gather(*(newcomer.sync() for newcomer in newcomers))
+        for newcomer in newcomers:
+            newcomer.name = f"donor-{newcomer.name}"  # it trains
+        lone.be_at(4)
+        for newcomer in newcomers:
+            assert newcomer.keeper.better_claim(newcomer.fragments[0]) == lone.fragments[0].claim
+        assert lone.keeper.better_claim(lone.fragments[0]) is None
+
+    asyncio.run(scene())
+
+
+def test_a_rival_that_one_peer_announces_of_a_round_of_many_is_not_taken_and_its_peer_not_believed() -> None:
+    async def scene() -> None:
+        swarm = Swarm()
+        deceived = [await swarm.add(f"donor-{number}", 3) for number in range(4)]
+        liar = await swarm.add("donor-liar", 3)
+        for samples, peer in enumerate((*deceived, liar), start=10):
+            peer.be_at(3, samples=samples)
+        (state, _) = deceived[0].fragments
+        state.round_size = len(swarm.peers)
+        before = state.claim
+        assert deceived[0].keeper.better_claim(state) == liar.fragments[0].claim
+        assert not await deceived[0].keeper._replace_locked(state)
+        assert state.claim == before
+        assert not deceived[0].keeper._donors.believed(str(liar.id))
+
+    asyncio.run(scene())
+
+
 def test_versions_that_cannot_be_yet_silence_nobody() -> None:
     """Peers that skip rounds have no vote while others are ahead: not because those say so of what cannot be."""
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.lineage import Claim, choose_base, has_quorum, held_again
+from peers.lineage import MANY_MEMBERS, Claim, choose_base, has_quorum, held_again
 
 PLENTY = 2**40
 
@@ -207,3 +207,48 @@ def test_those_who_made_a_base_with_us_stand_behind_it_before_their_records_say_
     lone = Claim(version=9, digest=b"l" * 32, total_samples=2**50)
     assert choose_base(own, {"hostile": lone}, possible_versions=100, backers={"a", "b"}) is None
     assert choose_base(own, {"honest": lone}, possible_versions=100) == lone
+
+
+@given(newcomers=st.integers(1, 20), versions=st.integers(1, 3))
+def test_however_many_newcomers_come_at_once_they_go_on_with_whom_they_have_their_base_from(
+    newcomers: int, versions: int
+) -> None:
+    """A peer that trains alone makes a version in the moment in which two come that hold the one before."""
+    old, new = claim(5, 100), claim(5 + versions, 150, "b")
+    others = {f"newcomer-{number}": old for number in range(newcomers - 1)}
+    assert choose_base(old, {**others, "lone": new}, possible_versions=PLENTY, origin={"lone"}) == new
+    trainers = {f"newcomer-{number}": old for number in range(newcomers)}
+    assert choose_base(new, trainers, possible_versions=PLENTY, ancestors={old.digest}) is None
+    followed = {**others, "lone": new}
+    assert choose_base(new, followed, possible_versions=PLENTY, ancestors={old.digest}, origin={"lone"}) is None
+
+
+def test_of_several_from_whom_a_newcomer_has_its_base_one_alone_leads_it_nowhere() -> None:
+    old, lie, richer = claim(5, 100), claim(6, 10**9, "x"), claim(6, 150, "b")
+    for other in (old, richer):
+        announced = {"honest": other, "liar": lie, "newcomer": old}
+        assert choose_base(old, announced, possible_versions=PLENTY, origin={"honest", "liar"}) is None
+    gone = {"liar": lie, "newcomer": old}
+    assert choose_base(old, gone, possible_versions=PLENTY, origin={"honest", "liar"}) is None
+
+
+@given(
+    versions=st.lists(st.integers(4, 6), min_size=4, max_size=9), own_version=st.integers(4, 6), ahead=st.integers(1, 9)
+)
+def test_after_a_round_of_many_one_announcer_alone_leads_nobody_to_another_version(
+    versions: list[int], own_version: int, ahead: int
+) -> None:
+    """Whatever the others hold, as after a reducer gave each of them another average."""
+    own, lie = claim(own_version, 100 + own_version, "own"), claim(own_version + ahead, 2**50, "lie")
+    others = {f"p{number}": claim(version, 100 + version, str(number)) for number, version in enumerate(versions)}
+    mates = {*others, "liar"}
+    chosen = choose_base(
+        own, {**others, "liar": lie}, possible_versions=PLENTY, groupmates=mates, round_size=MANY_MEMBERS
+    )
+    assert chosen != lie
+
+
+def test_where_few_are_left_one_announcer_leads_the_others_whatever_round_they_come_from() -> None:
+    own, new = claim(5, 100), claim(9, 900, "b")
+    announced = {"p": new, "q": claim(5, 90, "c"), "r": claim(5, 80, "d")}
+    assert choose_base(own, announced, possible_versions=PLENTY, round_size=MANY_MEMBERS) == new
