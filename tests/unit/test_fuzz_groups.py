@@ -267,6 +267,9 @@ def spans(draw: st.DrawFn) -> list[list[int]]:
                 "megabits_per_second": st.none() | st.floats(0, 1e6),
                 "distrusted": st.lists(st.binary(min_size=34, max_size=34), max_size=64),
                 "codec": st.sampled_from(["int8", "int4", "sparse", "float32", ""]),
+                "can_be_dialled": st.booleans(),
+                "cadence": st.integers(0, 5),
+                "auxiliary": st.booleans(),
             },
         )
         | st.dictionaries(st.sampled_from([*FIELDS, "", "weight"]), anything, max_size=2),

@@ -2,7 +2,7 @@
 
 Deadlines cost no time here (``hostile.play``). What these rounds do not show, because nothing stops it: a reducer that
 sends different averages, each of them plausible, to different members. Their bases then differ, and so do the digests
-that they announce: who has the rarer one fetches the other (``lineage.py``).
+that they announce: who has the rarer one fetches the other (``lineage.py``), and learns who it was (``rivals.py``).
 """
 
 from __future__ import annotations
@@ -225,6 +225,55 @@ def test_whatever_a_member_of_several_groups_says_the_rest_of_the_average_is_rig
 
 
 # One fault at a time: what the fuzzer found, or could find only by much luck
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    samples=st.lists(st.sampled_from([0, 1, 30, 1000]), min_size=3, max_size=3),
+    parts=scripts(4, 3),
+    averages=scripts(4, 10),
+    codec=codec_names,
+    answer_codec=answer_codec_names,
+    calls=weird_calls(4),
+    seed=seeds,
+)
+def test_whatever_an_auxiliary_member_says_the_others_have_finite_results_or_none(
+    samples: list[int],
+    parts: Script,
+    averages: Script,
+    codec: str,
+    answer_codec: str,
+    calls: list,
+    seed: int,
+) -> None:
+    """It averages everything, since nobody else can be dialled."""
+    members = [
+        GroupMember(
+            peer_id=peer(index), spans=whole(SIZE, count), samples=2**60, steps=5, can_be_dialled=False, codec="int8"
+        )
+        for index, count in enumerate(samples)
+    ]
+    helper = GroupMember(peer_id=peer(3), spans=whole(SIZE, 0), samples=0, steps=0, auxiliary=True)
+    plan = plan_round(
+        group_id=GROUP_ID,
+        tick=17,
+        fragment=0,
+        size=SIZE,
+        members=[*members, helper],
+        target_group_size=64,
+        part_elements=4,
+    )
+    assert [share.reducers for share in plan.shares if share.parts] == [(3,)]
+    with mock.patch("hostile.HOSTILE", 3):
+        calls = [call for call in calls if call[0] != 3]
+        network = HostileNetwork(plan, parts, averages, codec, answer_codec, calls, seed)
+        outcomes = play(network.hold([*contributions_of(3), torch.zeros(SIZE)]))
+    results = [outcome for outcome in outcomes[:3] if isinstance(outcome, RoundResult)]
+    for result in results:
+        assert float(result.average.abs().max()) <= MAX_ABSOLUTE_AVERAGE  # false for NaN
+        assert all(index < len(plan.members) for part in result.parts for index in part.included)
+    if averages.alike:
+        assert len({result.average.numpy().tobytes() for result in results}) <= 1
 
 
 def test_the_largest_difference_that_is_allowed_voids_no_round_however_it_is_rounded() -> None:
