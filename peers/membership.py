@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -12,6 +14,10 @@ from dht_config.errors import RecordError
 from dht_config.keys import profiles_key, states_key
 from dht_config.records import PeerProfile, SwarmState
 from peers.lineage import Claim
+from peers.messages import indices_of
+
+MOST_MEDIANS = 10.0
+"""A peer's announced rate counts for at most so many times the median."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +51,21 @@ class View:
     def claims(self, fragment: int) -> dict[str, Claim]:
         """What peers announce for one fragment."""
         return {peer: member.claims[fragment] for peer, member in self.members.items() if fragment < len(member.claims)}
+
+
+def coverage(profiles: Iterable[PeerProfile], num_fragments: int) -> list[float]:
+    """For each fragment, the samples per second of those who train it.
+
+    Nobody counts for more than ten usual peers, whatever it announces: one could steer everybody's rotation.
+    """
+    profiles = list(profiles)
+    most = MOST_MEDIANS * statistics.median(profile.samples_per_second for profile in profiles) if profiles else 0.0
+    rates: list[list[float]] = [[] for _ in range(num_fragments)]
+    for profile in profiles:
+        trained = indices_of(profile.trains, num_fragments) if profile.trains else None
+        for fragment in range(num_fragments) if trained is None else trained:
+            rates[fragment].append(min(profile.samples_per_second, most))
+    return [math.fsum(each) for each in rates]  # whatever the order: equally covered fragments must compare as equal
 
 
 def read_view(found: Mapping[str, object], run_id: str, now: float) -> View:

@@ -1,6 +1,7 @@
-"""Being there: our records in the DHT, everybody else's in one view, and who can be counted on.
+"""Being there: everybody's records in one view, ours kept current, and who can be counted on.
 
 Records lie in the DHT, and go from peer to peer as news (``news.py``), which costs a fraction of reading them there.
+What ours say: ``own_records.py``.
 
 A peer that is silent is not gone: quorums count it until its record expires or its machine says that nobody listens
 there any more. A peer that hears of nobody is isolated, not alone, until it knows what became of the others.
@@ -10,21 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
-import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Literal
 
 from hivemind.p2p import PeerID
 
 from dht_config.address import parse_addresses
 from dht_config.errors import IdentityError
-from dht_config.keys import manifest_key, profiles_key, run_manifest_key, states_key
-from dht_config.news import PeerNews, sign_news
-from dht_config.records import FragmentClaim, PeerProfile, SwarmState, software_version
-from dht_config.validators import PEER_RECORD_LIFETIME_SECONDS
+from dht_config.keys import profiles_key, states_key
 from peers.cadence import Cadence, is_due, pace
 from peers.company import Company
 from peers.contact import ADDRESSES_PER_PEER, Contact
@@ -33,25 +28,21 @@ from peers.contribution import shares
 from peers.daemon import answers_elsewhere, refuses
 from peers.door import set_clock
 from peers.gossip import Gossip, choose_partners, dht_publishing_seconds, dht_reading_seconds
-from peers.life import State, duration
+from peers.life import duration
 from peers.lineage import Claim, has_quorum
-from peers.membership import Member, View, read_view
-from peers.messages import Ask, AskHeader, News, NewsAsk, indices_of, mask_of
+from peers.membership import Member, View, coverage, read_view
+from peers.messages import Ask, AskHeader, News, NewsAsk
 from peers.news import Newsroom, newest
+from peers.own_records import RECORD_SECONDS, OwnRecords
 from peers.pipe import Event
 from peers.round import RoundVoid
 from peers.transport import TRANSPORT_ERRORS
 
 logger = logging.getLogger(__name__)
 
-MOST_MEDIANS = 10.0
-"""A peer's announced rate counts for at most so many times the median."""
-RECORD_SECONDS = 30.0
-"""How long a record of ours stands; a silent peer is forgotten after it."""
 PUBLISH_SECONDS = 5.0
 REACH_OUT_SECONDS = 2 * PUBLISH_SECONDS
 """News is made every PUBLISH_SECONDS: twice that without any means that something is broken."""
-MANIFEST_SECONDS = 600.0
 MANIFEST_PUBLISH_SECONDS = 60.0
 CLOCK_SECONDS = 60.0
 STILL_SECONDS = 5.0
@@ -64,13 +55,9 @@ MOST_TOLD = 128
 """Peers that are told by ourselves what we do from now on; beyond these it is passed on."""
 USED_UP = "what may be moved in a day has been moved; training goes on alone until midnight UTC"
 
-Status = Literal["syncing", "training", "serving", "leaving"]
-ANNOUNCED: Mapping[State, Status] = {"training": "training", "serving": "serving", "leaving": "leaving"}
-"""What our record says in these states; nobody counts on us in the others."""
-
 
 class Presence:
-    """This peer's records, and its view of the others'.
+    """Everybody's records in one view, and what follows from it.
 
     :param heard_from_others: whether this peer came in through somebody, who may be silent later
     """
@@ -87,10 +74,10 @@ class Presence:
         slow to keep up, a peer that rounds wait for would hold everybody up."""
         self.cadence = Cadence(run.schedule, run.manifest.averaging.codec)
         self._own_peer = str(run.settings.identity.peer_id)
-        self._goodbye = False
         self._own_record: Member | None = None
         self._dead: dict[str, float] = {}
         self._newsroom = Newsroom(run.settings.run_id, run.own_id, run.clock.now, fragments=len(run.fragments))
+        self.own = OwnRecords(run, self._newsroom, self.cadence)
         self._gossip = Gossip(
             self._newsroom,
             run.stub,
@@ -102,90 +89,17 @@ class Presence:
         self._to_ask: set[str] = set()
         """Peers that say that their records have changed."""
         self._read_dht_at = float("-inf")
-        self._joined_at = run.clock.now()
-        self._company = Company(self._joined_at if heard_from_others else float("-inf"))
+        self._company = Company(run.clock.now() if heard_from_others else float("-inf"))
         self._contact = Contact(run, self.changed.set, self._gossip.ask)
-        self._last_expiration = 0.0
         self._looked_at = 0.0
         self.step_fell_short = False
         """Whether the last group that met had too few samples for a step on averaged gradients."""
         self._extra = 0
-        self._rate = 0.0
-        """Samples per second as last published: what the others reckon with."""
 
     @property
     def auxiliary(self) -> bool:
         """Whether this peer does not train: no quorum counts it."""
         return self._run.settings.role == "serving"
-
-    @property
-    def status(self) -> Status:
-        """What our record says that we do."""
-        return ANNOUNCED.get(self._run.life.state, "syncing")
-
-    async def publish_manifest(self) -> None:
-        run_id, payload = self._run.settings.run_id, self._run.signed_manifest.to_payload()
-        until = self._run.clock.now() + MANIFEST_SECONDS
-        await asyncio.gather(
-            *(
-                self._run.node.store(key, payload, until, subkey=run_id)
-                for key in (run_manifest_key(run_id), manifest_key())
-            )
-        )
-
-    async def publish(self) -> None:
-        """Store our profile and our bases' claims in the DHT. What others are told of us from now on is the same."""
-        news = self.tell()
-        run_id, own = self._run.settings.run_id, self._run.own_id
-        stores = [self._run.node.store(profiles_key(run_id), news.profile.to_payload(), news.expires, subkey=own)]
-        if news.state is not None:
-            stores.append(self._run.node.store(states_key(run_id), news.state.to_payload(), news.expires, subkey=own))
-        if not all(await asyncio.gather(*stores)):
-            logger.debug("The DHT refused a record of ours")
-
-    def tell(self) -> PeerNews:
-        """Make news of our profile, with what we are doing, and our bases' claims, for whoever asks."""
-        status = self.status
-        self._goodbye = status == "leaving"
-        training, progress = self._run.training.begun, self._run.training.progress
-        self._rate = progress.samples_per_second or (training.samples_per_second if training else 0.0)
-        profile = PeerProfile(
-            software_version=software_version(),
-            status=status,
-            samples_per_second=self._rate,
-            processed_samples=progress.samples,
-            credited_samples=progress.credited_samples,
-            micro_batch=training.micro_batch if training else 0,
-            device=training.device if training else "",
-            addresses=tuple(self._run.addresses[:16]),
-            joined_at=self._joined_at,
-            restart=self._run.settings.restart,
-            cadence=self.cadence.announced,
-            trains=mask_of(set(progress.trained), len(self._run.fragments)) if progress.trained is not None else b"",
-        )
-        state = None
-        if all(fragment.version >= 0 for fragment in self._run.fragments):
-            state = SwarmState(
-                fragments=tuple(
-                    FragmentClaim(version=claim.version, digest=claim.digest, total_samples=claim.total_samples)
-                    for claim in (fragment.claim for fragment in self._run.fragments)
-                )
-            )
-        news = PeerNews(
-            peer_id=self._run.own_id, expires=self._expiration(RECORD_SECONDS), profile=profile, state=state
-        )
-        self._newsroom.announce(news, sign_news(self._run.settings.identity, news, self._run.settings.run_id))
-        return news
-
-    def _expiration(self, seconds: float) -> float:
-        """Later than any expiration given before: the DHT keeps the record that expires last.
-
-        Except what nobody accepted, since our clock was far ahead when it was given.
-        """
-        now = self._run.clock.now()
-        before = self._last_expiration if self._last_expiration < now + PEER_RECORD_LIFETIME_SECONDS else 0.0
-        self._last_expiration = max(now + seconds, before + 0.001)
-        return self._last_expiration
 
     async def refresh(self, ask: Collection[str] = ()) -> None:
         """Read everyone's records, in the DHT and from a few peers, into a new view.
@@ -225,7 +139,7 @@ class Presence:
     def answer_news(self, request: NewsAsk, asker: PeerID) -> News:
         """What others are to hear of us and of everybody."""
         if self.changed.is_set() and self._newsroom.own:
-            self.tell()  # the asker wants to know what is so now
+            self.own.tell()  # the asker wants to know what is so now
         return self._gossip.answer(request, asker)
 
     def _see(self, found: Mapping[str, Member]) -> None:
@@ -280,7 +194,7 @@ class Presence:
     def _share(self) -> int:
         """Samples that this peer should bring to the next step on averaged gradients."""
         rates = {peer: self.view.members[peer].profile.samples_per_second for peer in self.present()}
-        rates[str(self._run.settings.identity.peer_id)] = self._rate
+        rates[str(self._run.settings.identity.peer_id)] = self.own.samples_per_second
         batch = self._run.manifest.averaging.global_batch
         share = shares(batch, rates)[str(self._run.settings.identity.peer_id)]
         # Somebody does not bring what it advertised: take over, more at every refresh, until a step succeeds.
@@ -376,7 +290,7 @@ class Presence:
         elif self._company.silent_seconds(self._run.clock.now()) < RECORD_SECONDS and not await self._all_are_gone():
             # No records because nobody answers is not the same as nobody being there.
             raise RoundVoid("no other peer answers; waiting to be sure that this one is alone")
-        if self._goodbye:
+        if self.own.said_goodbye:
             # Whoever reads that goes on without us. Two that leave together would each think so of the other.
             raise RoundVoid("this peer has said goodbye")
 
@@ -454,12 +368,12 @@ class Presence:
         while True:
             await asyncio.sleep(PUBLISH_SECONDS)
             with suppress(ValueError, *TRANSPORT_ERRORS):
-                await self.publish()
+                await self.own.publish()
 
     async def keep(self, on_news: Callable[[], None]) -> None:
         told = published = manifest_published = self._run.clock.now()
         period = refresh_seconds(self._run.schedule.tick_seconds)
-        life, stored = self._run.life, self.status
+        life, stored = self._run.life, self.own.status
         while True:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), period)
@@ -473,18 +387,18 @@ class Presence:
                     self.changed.clear()
                     told = now
                     self._run.tasks.spawn(self._contact.renew_addresses(list(self.view.members)))
-                    status = self.status
+                    status = self.own.status
                     if status != stored or now - published >= dht_publishing_seconds(len(self.view.members)):
-                        await self.publish()
+                        await self.own.publish()
                         published = now
                         if status != stored:
                             await self._tell_everybody()
                         stored = status
                     else:
-                        self.tell()
+                        self.own.tell()
                     self.announced = self.announced or status == "training"
                 if now - manifest_published >= MANIFEST_PUBLISH_SECONDS:
-                    await self.publish_manifest()
+                    await self.own.publish_manifest()
                     manifest_published = now
                 await self.hear()
             except (*TRANSPORT_ERRORS, ValueError) as error:
@@ -513,21 +427,6 @@ class Presence:
             peers = [PeerID.from_base58(peer) for peer in self.view.members]
             random.shuffle(peers)
             await set_clock(self._run.clock, self._run.stub, peers, newcomer=False)
-
-
-def coverage(profiles: Iterable[PeerProfile], num_fragments: int) -> list[float]:
-    """For each fragment, the samples per second of those who train it.
-
-    Nobody counts for more than ten usual peers, whatever it announces: one could steer everybody's rotation.
-    """
-    profiles = list(profiles)
-    most = MOST_MEDIANS * statistics.median(profile.samples_per_second for profile in profiles) if profiles else 0.0
-    rates: list[list[float]] = [[] for _ in range(num_fragments)]
-    for profile in profiles:
-        trained = indices_of(profile.trains, num_fragments) if profile.trains else None
-        for fragment in range(num_fragments) if trained is None else trained:
-            rates[fragment].append(min(profile.samples_per_second, most))
-    return [math.fsum(each) for each in rates]  # whatever the order: equally covered fragments must compare as equal
 
 
 def refresh_seconds(tick_seconds: float) -> float:

@@ -28,8 +28,9 @@ from peers.line import CodecName, LineRate, LineUse, announced_megabits, limitin
 from peers.lineage import held_again
 from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
+from peers.own_records import RECORD_SECONDS
 from peers.pipe import Event, Rebased, SnapshotTaken
-from peers.presence import RECORD_SECONDS, USED_UP, Presence
+from peers.presence import USED_UP, Presence
 from peers.reducer import BY_SAMPLES, MAX_BATCH, InvalidPart, Rules, check_outgoing, off_loop
 from peers.round import Round, RoundResult, RoundVoid
 from peers.round_plan import GroupMember, RoundPlan, element_samples, plan_round

@@ -182,8 +182,8 @@ class Swarm:
         await bases.serve()
         await presence.refresh()
         await presence.refuse_twin()
-        await presence.publish_manifest()
-        await presence.publish()
+        await presence.own.publish_manifest()
+        await presence.own.publish()
         await presence.refresh()
         # A newcomer's record must outlast its fetching: what only a door can serve, it keeps current while it sees one.
         announcing = asyncio.create_task(presence.keep_announced())
@@ -311,7 +311,7 @@ class Swarm:
             return
         # ValueError: a record that cannot be published. Whatever fails here, what we have is still to be saved.
         with suppress(ValueError, *TRANSPORT_ERRORS):
-            await asyncio.wait_for(self._presence.publish(), LEAVE_GOODBYE_SECONDS)
+            await asyncio.wait_for(self._presence.own.publish(), LEAVE_GOODBYE_SECONDS)
         with suppress(ValueError, *TRANSPORT_ERRORS):
             await asyncio.wait_for(self._presence.hand_over(), give_up - loop.time())
 

@@ -28,7 +28,7 @@ from p2p_trainer.simulation.simulated_ticks import Average, Ticks
 from p2p_trainer.simulation.simulated_world import EventListener, SwarmModel, World
 from peers.cadence import Cadence
 from peers.closing import Reliability
-from peers.presence import RECORD_SECONDS
+from peers.own_records import RECORD_SECONDS
 from peers.rounds import REDUCER_DISTRUST_CYCLES, REDUCER_DISTRUST_DOUBLINGS
 
 

@@ -27,7 +27,7 @@ from peers.closing import announced_seconds, closing_times
 from peers.line import LineRate, LineUse, limiting, line_use
 from peers.lineage import Claim, has_quorum
 from peers.messages import MAX_GROUP_SIZE, AveragedPart, extend_history
-from peers.presence import RECORD_SECONDS
+from peers.own_records import RECORD_SECONDS
 from peers.round_plan import GroupMember, RoundPlan, element_samples, plan_round, receipt_for
 
 Average = Callable[[RoundPlan, RoundFlow, Sequence[SimulatedPeer]], Any]

@@ -20,7 +20,8 @@ from harness import (
     needs_links,
 )
 
-from peers.presence import RECORD_SECONDS, STILL_SECONDS
+from peers.own_records import RECORD_SECONDS
+from peers.presence import STILL_SECONDS
 
 pytestmark = [pytest.mark.swarm]
 

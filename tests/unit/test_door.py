@@ -11,7 +11,7 @@ from hivemind.p2p import PeerID
 
 from peers.door import DIAL_PEERS, FAR_WAIT_SECONDS, NEAR_WAIT_SECONDS, answer_seconds, hosts_reached
 from peers.messages import DialBack, DialedBack, DialedBackHeader
-from peers.presence import RECORD_SECONDS
+from peers.own_records import RECORD_SECONDS
 
 
 @pytest.mark.parametrize(

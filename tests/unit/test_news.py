@@ -36,7 +36,7 @@ from peers.gossip import (
 from peers.membership import Member
 from peers.messages import News, NewsAsk, NewsAskHeader
 from peers.news import HAVE_BYTES, MOST_ANSWERED_BYTES, MOST_PEERS, Newsroom, newest
-from peers.presence import RECORD_SECONDS
+from peers.own_records import RECORD_SECONDS
 
 RUN = "digits-0123456789abcdef"
 NOW = 1000.0

@@ -17,7 +17,7 @@ from test_fragment_state import SIZE, Peer, hold
 
 from peers.company import Company
 from peers.lineage import Claim, choose_base, has_quorum
-from peers.presence import RECORD_SECONDS
+from peers.own_records import RECORD_SECONDS
 
 TICK_SECONDS = RECORD_SECONDS / 3
 TOGETHER_TICKS = 2

@@ -22,7 +22,8 @@ from peers.life import Life
 from peers.lineage import Claim
 from peers.membership import Member, View
 from peers.messages import NewsAsk, NewsAskHeader
-from peers.presence import RECORD_SECONDS, Presence, refresh_seconds
+from peers.own_records import RECORD_SECONDS
+from peers.presence import Presence, refresh_seconds
 from peers.round import RoundVoid
 from peers.settings import Role
 from peers.tasks import Tasks
@@ -138,7 +139,7 @@ def test_who_has_said_goodbye_makes_no_base_alone() -> None:
     records.others(other=member("leaving"))
     assert alone(records)
     records._run.life.happens("stopped")
-    asyncio.run(records.publish())
+    asyncio.run(records.own.publish())
     assert not alone(records)
 
 
@@ -213,7 +214,7 @@ def test_who_always_has_news_is_not_the_only_one_that_is_asked() -> None:
 def test_what_is_told_is_what_is_so_now() -> None:
     """A base of a moment ago must be heard of by whoever asks, before our records are next published."""
     records = Records()
-    records.tell()
+    records.own.tell()
     before = records._newsroom.own
     assert records.answer_news(NewsAsk(NewsAskHeader(have=b"")), ASKER).body
     assert records._newsroom.own == before
@@ -326,11 +327,11 @@ def test_a_bootstrap_peer_without_volunteers_serves_on() -> None:
 def test_a_record_expires_later_than_the_one_before_unless_nobody_accepted_that() -> None:
     records = Records()
     records.now = 1000.0
-    first = records._expiration(RECORD_SECONDS)
+    first = records.own._expiration(RECORD_SECONDS)
     records.now -= 5.0
-    assert records._expiration(RECORD_SECONDS) > first
+    assert records.own._expiration(RECORD_SECONDS) > first
     records.now -= 600.0  # the clock was ahead, and has been corrected
-    assert records._expiration(RECORD_SECONDS) == records.now + RECORD_SECONDS
+    assert records.own._expiration(RECORD_SECONDS) == records.now + RECORD_SECONDS
 
 
 @pytest.mark.parametrize("tick_seconds", [0.1, 1.0, 120.0, 3600.0])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dht_config.records import PeerProfile
 from p2p_trainer.strategies.rotation import ROUNDS_A_TURN, Rotation, by_need, next_trained
-from peers.presence import coverage
+from peers.membership import coverage
 
 NOBODY = frozenset[int]()
 
