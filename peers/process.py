@@ -12,7 +12,6 @@ What is not noticed here is a training loop that hangs while its process runs: i
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -34,6 +33,7 @@ import uvloop
 from dht_config.errors import START_AGAIN, P2PTrainerError, SwarmProcessDied
 from peers.arena import SharedArena
 from peers.daemon import die_with_parent
+from peers.heap import keep_freed_memory
 from peers.pipe import Alive, Configure, Event, Failed, Stop, Stopped
 from peers.settings import SwarmSettings
 from peers.silence import LOOK_SECONDS, Silence, is_stopped
@@ -49,8 +49,6 @@ UNSENT_EVENTS = 1000
 FROZEN_LOOKS = 30
 """About so many seconds of silence are borne: on a machine that swaps, a process that is well may take some."""
 WRITE_OUT_SECONDS = 1.0
-KEPT_FREE_BYTES = 32 * 1024 * 1024
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class SwarmHandle:
@@ -152,17 +150,6 @@ def _main(settings: SwarmSettings, pipe: Connection, parents_end: Connection, pa
     keep_freed_memory()
     uvloop.install()
     asyncio.run(_serve(settings, pipe))
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep memory for the next part instead of giving it back to the kernel each time.
-
-    A round allocates buffers of a part's size all the time; as it is, their page faults cost more than their copying.
-    """
-    with suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 * 1024 * 1024)  # the highest it takes
-        libc.mallopt(_M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
 
 
 async def _serve(settings: SwarmSettings, pipe: Connection) -> None:

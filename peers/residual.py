@@ -1,6 +1,7 @@
 """What a reducer's lossy averages left out, kept for the next averages of the same elements (error feedback).
 
-Private to one peer: nothing depends on its bits, so it is kept as int8, one byte an element of this peer's own share.
+Private to one peer: nothing depends on its bits, so it is kept as int4, half a byte an element of this peer's own
+share. What that rounds off of it, at most a fourteenth, is lost.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 from peers.codecs import get_codec
 
-_CODEC = get_codec("int8")
+_CODEC = get_codec("int4")
 
 
 def pack(left_out: torch.Tensor) -> bytes:

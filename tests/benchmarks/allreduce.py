@@ -65,9 +65,10 @@ from peers.codecs import CODEC_NAMES, get_codec
 from peers.contribution import Outgoing
 from peers.daemon import DialOutcome, dial_all, die_with_parent, start_daemon
 from peers.direct import DirectTransport, listen_next_to
+from peers.heap import keep_freed_memory
 from peers.ledger import PendingSpan
 from peers.messages import Average, Part
-from peers.process import SWARM_THREADS, keep_freed_memory
+from peers.process import SWARM_THREADS
 from peers.reducer import Rules
 from peers.round import Round
 from peers.round_plan import GroupMember, plan_round

@@ -49,10 +49,11 @@ from peers.base_server import BaseServer
 from peers.bases import BASE
 from peers.daemon import DialOutcome, dial_all, die_with_parent, start_daemon
 from peers.donors import DonorRecords
+from peers.heap import keep_freed_memory
 from peers.lineage import Claim
 from peers.messages import BaseAnswer, BaseRequest
 from peers.outer import NO_HISTORY, base_digest
-from peers.process import SWARM_THREADS, keep_freed_memory
+from peers.process import SWARM_THREADS
 from peers.swarm import WRITE_SECONDS
 from peers.transfer import FetchedBase, FrozenBase, PartialBase
 from peers.transport import DaemonTransport

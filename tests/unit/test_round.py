@@ -145,7 +145,8 @@ def test_residuals_follow_elements_when_shares_change() -> None:
     residual = AverageResidual()
     assert residual.of(0, 10) is None
     residual.replace({(4, 8): pack(torch.tensor([1.0, 2.0, 3.0, 4.0]))})
-    torch.testing.assert_close(residual.of(6, 9), torch.tensor([3.0, 4.0, 0.0]), atol=0.02, rtol=0)
+    # Kept as int4: to a fourteenth of the largest.
+    torch.testing.assert_close(residual.of(6, 9), torch.tensor([3.0, 4.0, 0.0]), atol=4 / 14, rtol=0)
     assert residual.of(8, 10) is None
     residual.replace({})
     assert residual.of(4, 8) is None
