@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_fragment_state import SIZE, Peer, average_of, plan_of
 
+from peers.closing import Reliability
 from peers.lineage import MANY_MEMBERS, Claim, choose_base
 from peers.messages import AveragedPart
 from peers.outer import base_digest
 from peers.rivals import judge_rival, same_round, shares_of
 from peers.round_plan import RoundPlan, Share, receipt_for
+from peers.rounds import RoundKeeper
 from peers.transfer import FetchedBase
 
 LIAR = 4
@@ -198,3 +201,14 @@ def test_a_base_of_another_round_needs_a_second_witness() -> None:
     assert first.judge(other, {"one"}, MANY_MEMBERS - 2).believed, "few are left"
     fresh: Any = Peer(9).state
     assert fresh.judge(other, {"one"}, 4).believed, "it made no base itself"
+
+
+def test_that_a_reducer_answers_does_not_speak_for_one_that_gave_others_something_else() -> None:
+    reducer = Peer(1).id
+    keeper: Any = RoundKeeper.__new__(RoundKeeper)
+    keeper._run = SimpleNamespace(clock=SimpleNamespace(now=lambda: 5.0))
+    keeper._presence = SimpleNamespace(view=SimpleNamespace(members={str(reducer): None}))
+    keeper._reducers, keeper._unfaithful, keeper._silent_leaders = (Reliability(10.0, doublings=2) for _ in range(3))
+    keeper._note_unfaithful(str(reducer))
+    keeper._judge(SimpleNamespace(answered={reducer}, failed={}), 5.0)
+    assert keeper._distrusted() == (reducer.to_bytes(),)
