@@ -100,7 +100,8 @@ class Round:
         self._brings_nothing = plan.members[own_index].auxiliary
         self._last_seconds = last_seconds(times.deadline_seconds, len(plan.groups))
         self.lossy: list[SentPart] = []
-        """What a lossy codec made of the contribution where it has been sent; grows until the last duty is done."""
+        """What a lossy codec made of the contribution where it has been sent; grows until the last duty is done, after which
+        only who took the list has it."""
         self._average = torch.zeros(plan.size)
         self.reducer = PartReducer(plan, own_index, rules, self._average, residual)
         self._included: dict[tuple[int, int], list[int]] = {}
@@ -227,6 +228,7 @@ class Round:
                 duty.cancel()
             self._average = torch.empty(0)
             self._contribution = Outgoing.of(self._average)
+            self.lossy = []
             self.reducer.end()
 
     async def _count(self, stream: AsyncIterator[Part], sender: int, expected: Sequence[int]) -> None:

@@ -39,8 +39,13 @@ class RoundRegister:
         if waiting.done():
             raise RoundVoid("the leader used a group id twice")
         waiting.set_result(current)
-        current.over.add_done_callback(lambda _: self._rounds.pop(group_id, None))
-        loop.call_later(current.longest_seconds + REGISTER_SECONDS, current.end)
+        ending = loop.call_later(current.longest_seconds + REGISTER_SECONDS, current.end)
+
+        def forget(_: object) -> None:
+            self._rounds.pop(group_id, None)
+            ending.cancel()  # it would hold the round, and all that it sent, until the last deadline
+
+        current.over.add_done_callback(forget)
 
     async def answer(self, stream: AsyncIterator[Part], remote_id: PeerID) -> AsyncGenerator[Average, None]:
         """A groupmate sends its contribution; its first part says of which round."""

@@ -12,7 +12,7 @@ from hivemind.p2p import PeerID
 
 from peers.closing import ClosingTimes
 from peers.codecs import get_codec
-from peers.contribution import Outgoing
+from peers.contribution import Outgoing, SentPart
 from peers.ledger import PendingSpan
 from peers.line import CodecName
 from peers.messages import Average, Part
@@ -90,6 +90,8 @@ class Network:
     """Empty if each member has its own."""
     answer_codec: str = "float32"
     residuals: dict[int, AverageResidual] = field(default_factory=dict)
+    lossy: dict[int, list[SentPart]] = field(default_factory=dict)
+    """By member: what a lossy codec made of its contribution."""
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
     """By member: what the reducers count of its contribution."""
     rounds: dict[int, Round] = field(default_factory=dict)
@@ -161,13 +163,14 @@ def hold(network: Network, contributions: Sequence[torch.Tensor]) -> list[RoundR
                 ),
                 residual=network.residuals.setdefault(index, AverageResidual()).of,
             )
+            network.lossy[index] = network.rounds[index].lossy
         outcomes = await asyncio.gather(*(round_.run() for round_ in network.rounds.values()), return_exceptions=True)
         for pump in network.pumps:
             pump.cancel()
         await asyncio.gather(*network.pumps, return_exceptions=True)
         for index, contribution in enumerate(contributions):
             network.sent[index] = contribution.clone()
-            for part in network.rounds[index].lossy:
+            for part in network.lossy[index]:
                 network.sent[index][part.start : part.stop] = part.values()
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, RoundVoid):

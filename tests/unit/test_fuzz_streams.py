@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -174,6 +176,25 @@ def test_a_call_before_its_round_is_known_is_answered_and_so_is_one_after_it() -
         assert await call(register, saying(part_of(GROUP_ID, body)), 1) == 0
 
     play(scene())
+
+
+def test_a_round_that_is_over_is_held_by_nobody_until_its_last_deadline() -> None:
+    """What it sent would take memory for as long: several rounds' at once."""
+    plan = plan_for([whole(4, 5)] * 2, 4)
+
+    async def scene() -> None:
+        register = RoundRegister()
+        times = ClosingTimes(grace_seconds=1, deadline_seconds=2)
+        current = Round(plan, peer(0), Outgoing.of(torch.zeros(4)), Network(plan).caller(0), times, Rules())  # type: ignore[arg-type]
+        register.add(current)
+        current.end()
+        await asyncio.sleep(0)
+        over = weakref.ref(current)
+        del current
+        gc.collect()
+        assert over() is None and len(register) == 0
+
+    asyncio.run(scene())
 
 
 # Messages of bases

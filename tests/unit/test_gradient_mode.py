@@ -161,7 +161,7 @@ class Group:
         if lose:
             return
         for index, state in enumerate(states):
-            state.sent = network.rounds[index].lossy
+            state.sent = network.lossy[index]
         for each, state, result in zip(self.peers, states, results, strict=True):
             state.commit(each.outer, plan, result.average, result.parts, each.id.to_bytes())
             each.mode.rebase(fragment, keep=True, pending=True)

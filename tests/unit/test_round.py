@@ -99,7 +99,7 @@ def test_each_member_may_have_a_codec_of_its_own() -> None:
     results = committed(hold(network, contributions))
     assert len({result.average.numpy().tobytes() for result in results}) == 1
     own = {index: len(share.parts) for share in plan.shares for index in share.reducers}
-    sent = {index: sum(len(part.body) for part in network.rounds[index].lossy) for index in range(3)}
+    sent = {index: sum(len(part.body) for part in network.lossy[index]) for index in range(3)}
     assert sent[0] > 1.8 * sent[1] > 10 * sent[2] and own.keys() == {0, 1, 2}
     expected = expected_average(plan, [network.sent[index] for index in range(3)])
     # What a codec makes of one's own share is not sent: a reducer counts its own contribution as it is.
