@@ -100,8 +100,9 @@ class Round:
         self._brings_nothing = plan.members[own_index].auxiliary
         self._last_seconds = last_seconds(times.deadline_seconds, len(plan.groups))
         self.lossy: list[SentPart] = []
-        """What a lossy codec made of the contribution where it has been sent; grows until the last duty is done, after which
-        only who took the list has it."""
+        """What a lossy codec made of the contribution where it has been sent; grows until the last duty is done.
+
+        After that only whoever took the list has it."""
         self._average = torch.zeros(plan.size)
         self.reducer = PartReducer(plan, own_index, rules, self._average, residual)
         self._included: dict[tuple[int, int], list[int]] = {}
