@@ -48,16 +48,21 @@ class DonorRecords:
         self._postpone(donor, digest, FAILURE_SECONDS)
         self._failures[donor] = self._failures.get(donor, 0) + 1
         if self._failures[donor] >= FAILURES_BELIEVED:
-            self._disbelieved[donor] = self._now() + DISBELIEF_SECONDS
+            self._disbelieved = self._with(self._disbelieved, donor, DISBELIEF_SECONDS)
             del self._failures[donor]
 
     def lied(self, donor: str) -> None:
-        self._liars[donor] = self._now() + LIE_SECONDS
+        self._liars = self._with(self._liars, donor, LIE_SECONDS)
 
     def delivered(self, donor: str) -> None:
         """It sent a piece."""
         self._failures.pop(donor, None)
         self._disbelieved.pop(donor, None)
+
+    def _with(self, until: dict[str, float], donor: str, seconds: float) -> dict[str, float]:
+        """One more, without those whose time is over."""
+        now = self._now()
+        return {**{other: end for other, end in until.items() if end > now}, donor: now + seconds}
 
     def _postpone(self, donor: str, digest: bytes, seconds: float) -> None:
         now = self._now()

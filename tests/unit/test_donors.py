@@ -52,3 +52,12 @@ def test_a_donor_that_never_delivers_is_not_believed_for_a_while() -> None:
     assert records.believed("absent")
     records.failed("absent", ONE)
     assert records.believed("absent"), "it is counted anew"
+
+
+def test_liars_are_forgotten_when_their_time_is_over() -> None:
+    clock = Clock()
+    records = DonorRecords(clock)
+    for number in range(100):
+        records.lied(f"liar {number}")
+        clock.now += LIE_SECONDS / 2
+    assert len(records._liars) == 2
