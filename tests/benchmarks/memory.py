@@ -23,6 +23,7 @@ import math
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ PER_LAYER = 12
 
 def manifest(megaparams: float, tick_seconds: float, codec: str) -> str:
     layers = 8
+    answers = "int8" if codec == "sparse" else codec
     width = round(math.sqrt(megaparams * 1e6 / (PER_LAYER * layers)) / 64) * 64
     lines = {
         "tick_seconds": tick_seconds,
@@ -55,7 +57,7 @@ def manifest(megaparams: float, tick_seconds: float, codec: str) -> str:
         "num_attention_heads": width // 64,
         "sequence_length": 16,
         "batch_size": 1,
-        "mode": f'"local"\ncodec = "{codec}"\nanswer_codec = "{codec}"',
+        "mode": f'"local"\ncodec = "{codec}"\nanswer_codec = "{answers}"',
     }
     text = []
     for line in example_manifest("stdlib-text").splitlines():
@@ -167,6 +169,7 @@ def measure(megaparams: float, rounds: int, tick_seconds: float, codec: str) -> 
             both.append(sum(now))
             _check(peers, directory)
             time.sleep(SAMPLE_SECONDS)
+        seconds = [event["seconds"] for event in measured.events("round") if event["outcome"] == "committed"]
         parameters = sum(fragment["parameters"] for fragment in _leave(measured)["fragments"])
         bases = 8 * parameters
         fragment_bytes = 4 * parameters / FRAGMENTS
@@ -175,6 +178,7 @@ def measure(megaparams: float, rounds: int, tick_seconds: float, codec: str) -> 
             "fragments": FRAGMENTS,
             "codec": codec,
             "rounds": rounds,
+            "median_round_seconds": statistics.median(seconds),
             "most_snapshots_at_once": round((max(shared) - bases) / fragment_bytes),
             "program_bytes": before,
             "bases_and_outer_state_bytes_per_parameter": min(shared) / parameters,
@@ -215,7 +219,7 @@ def main() -> None:
     parser.add_argument("--megaparams", type=float, default=100.0)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tick-seconds", type=float, default=6.0)
-    parser.add_argument("--codec", default="float32", help="of contributions and averages")
+    parser.add_argument("--codec", default="float32", help="of contributions and averages; with sparse these are int8")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     result = measure(arguments.megaparams, arguments.rounds, arguments.tick_seconds, arguments.codec)
