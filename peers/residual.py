@@ -6,6 +6,7 @@ share. What that rounds off of it, at most a fourteenth, is lost.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 
 import torch
@@ -24,11 +25,19 @@ class AverageResidual:
     """Of one fragment; element ranges to packed values. Elements without an entry have left nothing out."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], bytes] = {}
+        self._kept: dict[tuple[int, int], memoryview] = {}
 
     def replace(self, packed: Mapping[tuple[int, int], bytes]) -> None:
-        """After a round that was committed. What an earlier share left out is given up."""
-        self._kept = dict(packed)
+        """After a round that was committed. What an earlier share left out is given up.
+
+        It lies apart from the heap: among the buffers of a round it would keep what is freed around it from use.
+        """
+        memory = memoryview(mmap.mmap(-1, max(1, sum(map(len, packed.values())))))
+        self._kept, begin = {}, 0
+        for where, values in packed.items():
+            self._kept[where] = memory[begin : begin + len(values)]
+            self._kept[where][:] = values
+            begin += len(values)
 
     def of(self, start: int, stop: int) -> torch.Tensor | None:
         """For elements ``[start, stop)``: float32 ``(stop - start,)``, or None if there is nothing."""

@@ -23,7 +23,6 @@ from peers.contributed import note_contributed
 from peers.contribution import Outgoing
 from peers.fragment_state import FragmentState
 from peers.grouping import AWAKE_SECONDS, FragmentMatchmaking, GroupSearch, NodeAsDHT
-from peers.heap import give_back_freed_memory
 from peers.ledger import Counts, PendingSpan
 from peers.line import CodecName, LineRate, LineUse, announced_megabits, limiting, line_use
 from peers.lineage import held_again
@@ -190,8 +189,6 @@ class RoundKeeper:
                     report["reason"] = f"unexpected: {error!r}"
                 if state.taken is not None and not state.uncertain:
                     state.forget_snapshot()  # nobody was sent anything of it
-                if report["group_size"]:
-                    await off_loop(state.size, give_back_freed_memory)
         report.update(version=state.version, digest=state.digest.hex())
         self._run.training.send(Event("round", report))
 
