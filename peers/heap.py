@@ -1,9 +1,11 @@
 """The C library's heap: what it keeps of freed memory. On another C library than glibc nothing happens here.
 
 A round allocates buffers of a part's size all the time. As it is, glibc gives each back to the kernel, and their page
-faults cost more than their copying. To give everything back after each round (``malloc_trim``) took a quarter of a
-fragment's worth less at most, and rounds of 12.6 M parameters 0.84 s instead of 0.62 (``tests/benchmarks/memory.py
---megaparams 100 --codec int8``, loopback, nothing else at work).
+faults cost more than their copying. What lives longer lies elsewhere (``residual.py``): among them it would keep what
+is freed around it from use. Giving everything back after each round (``malloc_trim``) instead took a quarter of a
+fragment's worth off the most that was in use, and rounds of 12.6 M parameters 0.84 s where they had taken 0.62; apart
+from the heap it took a whole one off, and they took 0.76 (``tests/benchmarks/memory.py --megaparams 100 --codec int8
+--tick-seconds 15 --rounds 9``, once each, loopback, nothing else at work).
 """
 
 from __future__ import annotations
