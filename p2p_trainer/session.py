@@ -44,11 +44,12 @@ from p2p_trainer.planning.own_plan import OwnPlan
 from p2p_trainer.planning.plan_facts import Plan
 from p2p_trainer.planning.probe import Prober, start_prober
 from p2p_trainer.run_directory import SIGNED_MANIFEST_NAME, RunDirectory
+from p2p_trainer.running_statistics import averaged, trainable
 from p2p_trainer.serving import Door
 from p2p_trainer.settings import PeerSettings, default_data_directory
 from p2p_trainer.strategies import PARTIAL, MemoryStrategy, build_strategy
 from p2p_trainer.strategies.rotation import Rotation, next_trained
-from p2p_trainer.target import Target, check_model, checked_manifest, layout_of, trainable
+from p2p_trainer.target import Target, check_model, checked_manifest, layout_of
 from p2p_trainer.tasks import Task
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
 from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, farewell, farewell_of_a_door, only_inside
@@ -324,7 +325,7 @@ class Session:
             arena.outer_state.copy_(checkpoint.tensors.pop("outer_state"))
             fragments = [FragmentMeta.from_json(row) for row in checkpoint.meta["fragments"]]
         elif signed is None:
-            fragments = make_initial_bases(trainable(model), layout, arena)
+            fragments = make_initial_bases(averaged(model), layout, arena)
             signed = self._sign(manifest, task, layout, arena, fragments)
         if signed is None:
             raise CheckpointError("The run's manifest is lost.", f"Remove {self.directory.path} to start anew.")
@@ -678,13 +679,23 @@ class Session:
 
 
 def make_initial_bases(
-    parameters: Mapping[str, nn.Parameter], layout: FragmentLayout, arena: SharedArena
+    values: Mapping[str, torch.Tensor], layout: FragmentLayout, arena: SharedArena
 ) -> list[FragmentMeta]:
-    """Bases of version 0 from a freshly initialised model, outer state zero."""
+    """Bases of version 0 from a freshly initialised model, outer state zero.
+
+    :param values: parameters and running statistics, by name
+    :raises ManifestError: one of them is not finite
+    """
+    for name, value in values.items():
+        if not torch.isfinite(value.detach()).all():
+            raise ManifestError(
+                f"[model]: {name} begins with values that are not finite.",
+                "A constant of a model should be a buffer registered with persistent=False.",
+            )
     fragments = []
     for fragment in range(layout.num_fragments):
         where = layout.slice(fragment)
-        gather_fragment(parameters, layout, fragment, arena.base[where])
+        gather_fragment(values, layout, fragment, arena.base[where])
         digest = base_digest(
             fragment=fragment,
             version=0,
@@ -737,7 +748,8 @@ def load_values(
         where = layout.slice(fragment)
         values = restored.pop(fragment, None)
         if values is not None and keep[fragment]:
-            values.sub_(arena.snapshot[where]).add_(arena.base[where])
+            stepped = slice(layout.parameters_of(fragment))
+            values[stepped].sub_(arena.snapshot[where][stepped]).add_(arena.base[where][stepped])
             strategy.load(fragment, values, pending=accounts.is_pending(fragment))
         else:
             strategy.load(fragment, arena.base[where])

@@ -24,6 +24,7 @@ from dht_config.records import SignedManifest, software_version
 from dht_config.versions import install_command, other_protocol
 from p2p_trainer.invites import door_of
 from p2p_trainer.run_directory import INVITE_NAME
+from p2p_trainer.running_statistics import running_statistics, trainable
 from p2p_trainer.tasks import Task, load_task
 from peers.fragments import FragmentLayout, cut
 
@@ -134,15 +135,20 @@ def blank_model(task: Task) -> nn.Module:
             torch.set_num_threads(threads)
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that take gradients, by name, each shared one once: what the layout cuts."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def layout_of(model: nn.Module, manifest: RunManifest) -> FragmentLayout:
-    """How the run cuts this model. :raises ManifestError: it has fewer parameters than fragments"""
+    """How the run cuts this model.
+
+    :raises ManifestError: it has fewer parameters than fragments, or running statistics in a run on averaged gradients
+    """
     shapes = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
+    statistics = {name: tuple(buffer.shape) for name, buffer in running_statistics(model).items()}
+    if statistics and manifest.averaging.mode == "gradient":
+        raise ManifestError(
+            f"[averaging] mode = 'gradient' averages gradients alone, and this model keeps running statistics "
+            f"({next(iter(statistics))}{', ...' if len(statistics) > 1 else ''}).",
+            "Use mode = 'local', or a model with GroupNorm or LayerNorm in place of batch normalisation.",
+        )
     try:
-        return cut(shapes, manifest.run.fragments)
+        return cut(shapes, manifest.run.fragments, statistics)
     except ValueError as error:
         raise ManifestError(f"[run] fragments = {manifest.run.fragments}: {error}.", "Lower it.") from error

@@ -278,6 +278,7 @@ class RoundKeeper:
             tick=brought.tick,
             fragment=state.index,
             size=state.size,
+            parameters=state.parameters,
             members=members,
             target_group_size=self._run.manifest.averaging.target_group_size,
             part_elements=max(1, self._run.manifest.averaging.part_bytes // 4),

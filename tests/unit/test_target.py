@@ -11,7 +11,8 @@ from torch import nn
 from dht_config.errors import DataError, InviteError, ManifestError
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest, run_id
-from p2p_trainer.target import check_model, layout_of, read_target, trainable
+from p2p_trainer.running_statistics import trainable
+from p2p_trainer.target import check_model, layout_of, read_target
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"
 INVITE = Invite(run_id="tiny-0123456789abcdef", organiser_public_key=bytes(range(32)), addresses=(ADDRESS,))
