@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addres
 
 if TYPE_CHECKING:
     from dht_config.manifest import RunManifest
-    from p2p_trainer.planning.plan_facts import Plan, SwarmFacts
+    from p2p_trainer.planning.plan_facts import Link, Plan, SwarmFacts
     from p2p_trainer.planning.probe import Prober
     from p2p_trainer.target import Target
     from p2p_trainer.tasks import Task
@@ -72,7 +73,8 @@ def plan(
 ) -> None:
     """Show what this machine would do in a run, and why: micro-batch, memory strategy, cadence.
 
-    Measures the machine for a few seconds, unless it has been measured before. With an invite the swarm is asked for
+    Measures the machine for a few seconds, unless it has been measured before. The line is as rounds measured it in the
+    last week, if you took part in this run, or as you say. With an invite the swarm is asked for
     the run's manifest, and nothing else.
     """
     log_to_stderr(verbose)
@@ -97,14 +99,19 @@ def plan(
         )
         rates = _rate(up, "--up"), _rate(down, "--down")
 
+        from p2p_trainer.planning.plan_facts import Link
         from p2p_trainer.planning.probe import start_prober
+        from p2p_trainer.settings import default_data_directory
         from p2p_trainer.target import read_target
+        from peers.known_line import known_line
 
         run = read_target(target)
+        directory = settings.dir or default_data_directory() / run.run_id / "peer"
         prober = start_prober()
         try:
             manifest, task, swarm = _look_up(run, settings)
-            made = _plan(manifest, task, swarm, settings, prober, rates)
+            link = Link.of(known_line(directory, time.time()), up=rates[0], down=rates[1])
+            made = _plan(manifest, task, swarm, settings, prober, link)
         finally:
             prober.close()
         if as_json:
@@ -151,11 +158,10 @@ def _plan(
     swarm: SwarmFacts,
     settings: PeerSettings,
     prober: Prober,
-    rates: tuple[float | None, float | None],
+    link: Link,
 ) -> Plan:
     from p2p_trainer.devices import pick_device
     from p2p_trainer.hardware import read_hardware
-    from p2p_trainer.planning.plan_facts import Link
     from p2p_trainer.planning.planner import Planner, machine_of, model_of, wishes_of
     from p2p_trainer.planning.probe_cache import ProbeCache, default_cache_directory
     from p2p_trainer.settings import default_data_directory
@@ -187,5 +193,4 @@ def _plan(
         alive=alive,
         say=lambda line: print(line, file=sys.stderr),
     )
-    up, down = rates
-    return planner.plan(Link(up=up, down=down), swarm, wishes_of(settings))
+    return planner.plan(link, swarm, wishes_of(settings))

@@ -57,6 +57,7 @@ from peers.arena import SharedArena
 from peers.contributed import last_contributed
 from peers.daemon import check_port_free
 from peers.fragments import FragmentLayout, gather_fragment
+from peers.known_line import known_line
 from peers.ledger import Counts, Ledger
 from peers.outer import NO_HISTORY, base_digest, build_outer_optimizer
 from peers.pipe import (
@@ -436,6 +437,7 @@ class Session:
             view=self.view,
             metrics=self.metrics,
             leave=self.leave,
+            line=known_line(self.directory.path, time.time()),
         )
         plan = own_plan.make(self._prober(), machine)
         self._end_prober()

@@ -27,6 +27,7 @@ from p2p_trainer.throughput import paced_rate, return_freed_memory
 from p2p_trainer.training import LeaveFlag
 from p2p_trainer.view import LiveView
 from peers.fragments import FragmentLayout
+from peers.line import LineRate
 
 
 @dataclass(kw_only=True)
@@ -47,6 +48,8 @@ class OwnPlan:
     view: LiveView
     metrics: MetricsWriter
     leave: LeaveFlag
+    line: LineRate
+    """As an earlier start measured it."""
 
     def make(self, prober: Prober, hardware: Hardware) -> Plan:
         """Measure this machine as far as the plan wants it, and tell what it will do. :raises PlanError:"""
@@ -70,7 +73,8 @@ class OwnPlan:
             say=self.view.status,
         )
         allowed = settings.up_bytes_per_second
-        link = Link(up=8 * allowed if allowed is not None else None)
+        known = self.line.at_most(LineRate(up=allowed)) if allowed is not None else self.line
+        link = Link.of(known)
         plan = self._planner.plan(link, SwarmFacts(), wishes_of(settings))
         self.metrics.write("plan", **plan.to_json())
         for line in plan.in_two_lines():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from p2p_trainer.planning.compute import ComputeDtype
 from p2p_trainer.strategies import STRATEGIES, ModelFacts, StrategyName
 from p2p_trainer.throughput import Stopped, Throughput
 from peers.fragments import FragmentLayout
-from peers.line import CadenceValue
+from peers.line import CadenceValue, LineRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,21 @@ class Link:
 
     up: float | None = None
     down: float | None = None
+    round_trip_seconds: float = 0.0
+    """To another peer and back; 0: not measured."""
+    remembered: bool = False
+    """It is what an earlier start measured."""
+
+    @classmethod
+    def of(cls, known: LineRate, *, up: float | None = None, down: float | None = None) -> Link:
+        """:param known: from an earlier start; :param up: what a person says, or leaves of it; so with ``down``"""
+        measured = {name: 8 * rate for name, rate in (("up", known.up), ("down", known.down)) if math.isfinite(rate)}
+        said = {name: rate for name, rate in (("up", up), ("down", down)) if rate is not None}
+        return cls(
+            **{**measured, **said},
+            round_trip_seconds=known.round_trip_seconds,
+            remembered=bool(measured.keys() - said.keys()),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from p2p_trainer.planning.plan_facts import NO_WISHES, Link, Machine, Measuremen
 from p2p_trainer.strategies import STRATEGIES, ModelFacts, StrategyName, fixed_bytes
 from p2p_trainer.throughput import Throughput
 from peers.fragments import cut
+from peers.line import LineRate
 
 MEGABYTE = 10**6
 PARAMETERS = 10 * MEGABYTE
@@ -274,6 +275,16 @@ def test_where_no_cadence_is_enough_the_reason_says_what_would_be() -> None:
     assert chosen.cadence == 4
     said = " ".join(chosen.reasons)
     assert "Even that is too often" in said and "1.25 Mbit/s up" in said and "codec int8" in said
+
+
+def test_what_rounds_measured_before_is_said_to_be_that_and_distance_counts() -> None:
+    known = LineRate(up=1e7, down=1e7)
+    chosen = made(machine(10_000, full=FULL), Link.of(known))
+    assert chosen.cadence == 1
+    assert any("80 Mbit/s each way (as rounds measured it before): every round" in one for one in chosen.reasons)
+    far = made(machine(10_000, full=FULL), Link.of(replace(known, round_trip_seconds=30.0)))
+    assert far.cadence > 1
+    assert any("Nearer than 30 s to the others it would be every round" in one for one in far.reasons)
 
 
 @pytest.mark.parametrize(("megabits", "codec"), [(100, "int8"), (0.7, "int4"), (0.05, "sparse")])
