@@ -56,6 +56,13 @@ def plan(
     train_fragments: Annotated[
         int | None, typer.Option(help="With fragments and stream: how many to train at a time.", show_default=False)
     ] = None,
+    compute_dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default as the device does best.")
+    ] = None,
+    compile: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Try torch.compile; by default on cards.", show_default=False),
+    ] = None,
     settings_file: Annotated[
         Path | None, typer.Option("--settings", help="A TOML file with settings; flags and environment override it.")
     ] = None,
@@ -91,6 +98,8 @@ def plan(
                 "batch": batch,
                 "strategy": strategy,
                 "train_fragments": train_fragments,
+                "compute_dtype": compute_dtype,
+                "compile": compile,
                 "peer": tuple(peer or ()),
                 "wait_seconds": wait_seconds,
                 "allow_files": allow_files or None,
@@ -162,14 +171,16 @@ def _plan(
 ) -> Plan:
     from p2p_trainer.devices import pick_device
     from p2p_trainer.hardware import read_hardware
-    from p2p_trainer.planning.planner import Planner, machine_of, model_of, wishes_of
+    from p2p_trainer.planning.planner import Planner, machine_of, model_of, tries_compiling, wishes_of
     from p2p_trainer.planning.probe_cache import ProbeCache, default_cache_directory
     from p2p_trainer.settings import default_data_directory
     from p2p_trainer.target import blank_model
 
     chosen = pick_device(settings.device)
     hardware = read_hardware(chosen, settings.dir or default_data_directory())
-    machine = machine_of(chosen, hardware, settings.memory_bytes, settings.emulate)
+    machine = machine_of(
+        chosen, hardware, settings.memory_bytes, settings.emulate, manifest.averaging.mode, settings.compute_dtype
+    )
     if settings.memory_bytes is not None and (machine.budget_bytes or 0) < settings.memory_bytes:
         print(f"Only {memory_text(machine.budget_bytes or 0)} are free here: planned for that.", file=sys.stderr)
     told = False
@@ -192,5 +203,6 @@ def _plan(
         cache=ProbeCache(default_cache_directory(), lambda line: print(line, file=sys.stderr)),
         alive=alive,
         say=lambda line: print(line, file=sys.stderr),
+        compile=tries_compiling(chosen, manifest, settings),
     )
     return planner.plan(link, swarm, wishes_of(settings))

@@ -39,6 +39,7 @@ from p2p_trainer.hardware import read_hardware
 from p2p_trainer.limits import raise_open_file_limit
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, LocalMode, Mode
+from p2p_trainer.planning.compiled import compiled
 from p2p_trainer.planning.compute import in_dtype
 from p2p_trainer.planning.own_plan import OwnPlan
 from p2p_trainer.planning.plan_facts import Plan
@@ -447,6 +448,12 @@ class Session:
         samples, steps = int(meta.get("samples", 0)), int(meta.get("steps", 0))
         counts = restored_counts(meta, layout.num_fragments)
         strategy = self._build_strategy(plan, prepared, device, connected.peer_id, meta)
+        if plan.compiled:
+            self.view.status("Compiling the training step ...")
+            seed = data_seed(self.target.run_id, "measuring", self.restart)
+            task = compiled(
+                task, strategy.model, plan.micro_batch, seed=seed, check=self.leave.check, say=self.view.status
+            )
         restored = self._restored(prepared.checkpoint, strategy, layout)
         # A checkpoint from before the last start says nothing of what was contributed since.
         clean = not meta or (bool(meta.get("clean")) and meta.get("restart") == self.restart - 1)

@@ -16,7 +16,7 @@ from p2p_trainer.modes import LocalMode, Mode
 from p2p_trainer.planning.compute import in_dtype
 from p2p_trainer.planning.plan import batch_for, lr_factor_for
 from p2p_trainer.planning.plan_facts import Link, Plan, SwarmFacts
-from p2p_trainer.planning.planner import Planner, machine_of, model_of, wishes_of
+from p2p_trainer.planning.planner import Planner, machine_of, model_of, tries_compiling, wishes_of
 from p2p_trainer.planning.probe import Prober, saves_host_memory
 from p2p_trainer.planning.probe_cache import ProbeCache, default_cache_directory
 from p2p_trainer.planning.reality import RealityWatch
@@ -63,7 +63,14 @@ class OwnPlan:
             manifest=self.manifest,
             task_version=self.task.version,
             model=model_of(self.model, self.manifest, self.device, settings.strategy),
-            machine=machine_of(self.device, hardware, settings.memory_bytes, settings.emulate),
+            machine=machine_of(
+                self.device,
+                hardware,
+                settings.memory_bytes,
+                settings.emulate,
+                self.manifest.averaging.mode,
+                settings.compute_dtype,
+            ),
             hardware=hardware,
             threads=settings.threads,
             seed=self.seed,
@@ -71,6 +78,7 @@ class OwnPlan:
             cache=ProbeCache(default_cache_directory(), self.view.status),
             alive=alive,
             say=self.view.status,
+            compile=tries_compiling(self.device, self.manifest, settings),
         )
         allowed = settings.up_bytes_per_second
         known = self.line.at_most(LineRate(up=allowed)) if allowed is not None else self.line

@@ -23,6 +23,10 @@ class Measurement:
     stopped: Stopped | None
     failure: str = ""
     """Why it ended early, for a person; empty where it did not."""
+    compiled: Throughput | None = None
+    """Of steps in compiled code, at the best of the micro-batches."""
+    compiling: str = ""
+    """What became of torch.compile where it gave nothing to measure, as a sentence; empty where it was not tried."""
     killed: bool = False
     """Somebody killed it, mostly the kernel for want of memory: which may have been others' want, and is not kept."""
     program_bytes: int | None = None
@@ -100,6 +104,8 @@ class SwarmFacts:
 class Wishes:
     """What a volunteer decided; None leaves it to the plan."""
 
+    compile: bool | None = None
+
     micro_batch: int | None = None
     batch_size: int | None = None
     strategy: StrategyName | None = None
@@ -127,6 +133,8 @@ class Plan:
     """Rounds of a fragment from one that this peer takes part in to the next; 1 until a line is measured."""
     codec: str
     compute_dtype: ComputeDtype
+    compiled: bool
+    """Steps are made in code of torch.compile."""
     samples_per_second: float | None
     """Alone; None if it was not measured."""
     predicted_bytes: int | None
@@ -154,6 +162,7 @@ class Plan:
             "batch_size": self.batch_size,
             "lr_factor": self.lr_factor,
             "compute_dtype": self.compute_dtype,
+            "compiled": self.compiled,
             "samples_per_second": self.samples_per_second,
             "predicted_bytes": self.predicted_bytes,
             "program_bytes": self.program_bytes,
