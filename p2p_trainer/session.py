@@ -50,7 +50,14 @@ from p2p_trainer.serving import Door
 from p2p_trainer.settings import PeerSettings, default_data_directory
 from p2p_trainer.strategies import PARTIAL, MemoryStrategy, build_strategy
 from p2p_trainer.strategies.rotation import Rotation, next_trained
-from p2p_trainer.target import Target, check_model, checked_manifest, layout_of
+from p2p_trainer.target import (
+    Target,
+    check_model,
+    checked_manifest,
+    layout_of,
+    refuse_another_layout,
+    refuse_random_frozen,
+)
 from p2p_trainer.tasks import Task
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
 from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, farewell, farewell_of_a_door, only_inside
@@ -318,6 +325,9 @@ class Session:
             raise ManifestError("The run's manifest is not known.", "Ask the organiser for an invite.")
         model = task.build_model()
         layout = layout_of(model, manifest)
+        if signed is not None:
+            refuse_another_layout(signed, layout)
+        refuse_random_frozen(task, model)
         arena = SharedArena.create(layout.num_elements, build_outer_optimizer(manifest.outer_optimizer).states)
         checkpoint = self._load_checkpoint(layout) if signed is not None else None
         fragments: list[FragmentMeta] | None = None
@@ -353,7 +363,9 @@ class Session:
         """Sign a new run. Its first bases cannot be made again, so they are kept before anybody hears of them."""
         if self.organiser is None:
             raise ManifestError("Only the organiser can start a run.", "Start it from its manifest file.")
-        signed = sign_manifest(self.organiser, manifest, task.version, [meta.digest for meta in fragments])
+        signed = sign_manifest(
+            self.organiser, manifest, task.version, [meta.digest for meta in fragments], layout.digest
+        )
         save_checkpoint(
             self.directory.path,
             {"base": arena.base.clone(), "outer_state": arena.outer_state.clone()},

@@ -135,6 +135,36 @@ def blank_model(task: Task) -> nn.Module:
             torch.set_num_threads(threads)
 
 
+def refuse_another_layout(signed: SignedManifest, layout: FragmentLayout) -> None:
+    """Tasks of one name and version may train other things. :raises FingerprintError:"""
+    if signed.layout_digest not in (None, layout.digest):
+        raise FingerprintError(
+            f"This peer's model is not the run's: its task trains {layout.num_elements:,} values in "
+            f"{len(layout.names)} tensors, and the run other ones, or cuts them otherwise.",
+            "Install the task's package as the organiser has it; it may freeze other layers there.",
+        )
+
+
+def refuse_random_frozen(task: Task, model: nn.Module) -> None:
+    """What is frozen is in no base, so every peer must build the same.
+
+    What this does not find: values that are the same at every build here and others on another machine.
+
+    :raises ManifestError: frozen parameters are others at each build
+    """
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if not frozen:
+        return
+    again = dict(task.build_model().named_parameters())
+    for name, parameter in frozen.items():
+        if not torch.equal(parameter, again[name]):
+            raise ManifestError(
+                f"The task {task.name} freezes {name}, which begins with other values at each build: every peer would "
+                "have its own.",
+                "Load frozen parameters from a file, or make them buffers, which travel with the base.",
+            )
+
+
 def layout_of(model: nn.Module, manifest: RunManifest) -> FragmentLayout:
     """How the run cuts this model.
 
@@ -147,6 +177,11 @@ def layout_of(model: nn.Module, manifest: RunManifest) -> FragmentLayout:
             f"[averaging] mode = 'gradient' averages gradients alone, and this model keeps running statistics "
             f"({next(iter(statistics))}{', ...' if len(statistics) > 1 else ''}).",
             "Use mode = 'local', or a model with GroupNorm or LayerNorm in place of batch normalisation.",
+        )
+    if not shapes:
+        raise ManifestError(
+            f"The model of the task {manifest.task.name} has nothing to train: all of its parameters are frozen.",
+            "Let some of them take gradients (requires_grad).",
         )
     try:
         return cut(shapes, manifest.run.fragments, statistics)

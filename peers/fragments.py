@@ -8,6 +8,8 @@ between peers whose data are unlike is no part of the mean of their variances.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +55,12 @@ class FragmentLayout:
 
     def slice(self, fragment: int) -> slice:
         return slice(self.bounds[fragment], self.bounds[fragment + 1])
+
+    @property
+    def digest(self) -> bytes:
+        """Of what is averaged and how it is cut: 32 bytes, the same for equal layouts alone."""
+        text = json.dumps([self.names, self.shapes, self.bounds, self.statistics])
+        return hashlib.sha256(text.encode()).digest()
 
     def parameters_of(self, fragment: int) -> int:
         """Elements of one fragment that are parameters: the first ones. What follows is running statistics."""
