@@ -101,6 +101,35 @@ def test_with_memory_to_spare_everything_is_kept_and_the_smallest_good_micro_bat
     assert "within 5 % of the best (8: 100 samples/s)" in chosen.reasons[1]
 
 
+def compiled_full(times: float, micro_batch: int = 1, extra_megabytes: int = 0, why: str = "") -> Measurement:
+    """Of a machine that makes 10 samples/s, and so many times as many in compiled code."""
+    best = FULL.results[0]
+    found = replace(
+        best,
+        micro_batch=micro_batch,
+        samples_per_second=times * best.samples_per_second,
+        peak_bytes=(best.peak_bytes or 0) + extra_megabytes * MEGABYTE,
+    )
+    return replace(FULL, compiled=None if why else found, compiling=why)
+
+
+def test_compiled_code_is_for_those_who_are_faster_with_it_by_a_twentieth() -> None:
+    chosen = made(machine(10_000, full=compiled_full(1.3)))
+    assert chosen.compiled and chosen.samples_per_second == 13.0
+    assert "torch.compile makes 13 samples/s, 1.30 times as many." in chosen.reasons
+    for measured, said in (
+        (compiled_full(1.04), "torch.compile is not used: it makes 1.04 times the samples."),
+        (compiled_full(1.3, extra_megabytes=10_000), "torch.compile is not used: it would take"),
+        (compiled_full(1.3, why="torch.compile took too long."), "torch.compile took too long."),
+    ):
+        plain = made(machine(10_000, full=measured))
+        assert not plain.compiled and plain.samples_per_second == 10.0
+        assert any(reason.startswith(said) for reason in plain.reasons), plain.reasons
+    assert not made(machine(10_000, full=compiled_full(1.3, micro_batch=2))).compiled, "it was measured at another size"
+    assert not made(machine(10_000, full=compiled_full(1.3)), wishes=Wishes(compile=False)).compiled
+    assert not made(machine(10_000, full=compiled_full(1.3)), wishes=Wishes(micro_batch=4)).compiled
+
+
 def test_a_larger_micro_batch_that_pays_is_not_taken_if_it_does_not_fit() -> None:
     measured = measurement("full", 200, m1=40.0, m2=80.0, m4=96.0, m8=100.0)
     chosen = made(machine(int((130 + 160 + 400) / FIT) + 1, full=measured))
