@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from harness import (
-    START_SECONDS,
     Swarm,
     assert_bases_hold_every_credit_once,
     assert_digests_agree,
@@ -27,7 +26,7 @@ TRAINED = 256 * 10 + 10
 def test_what_is_frozen_does_not_travel_and_other_frozen_layers_are_refused(swarm: Swarm) -> None:
     manifest = small_manifest(swarm.path / "frozen.toml", hidden_sizes="hidden_sizes = [256]")
     first = swarm.join("first", manifest, 80, environment=FIRST_LAYER, program=PROGRAM)
-    swarm.wait_until(first.invite_file.exists, "there is an invite", START_SECONDS)
+    swarm.wait_averaged(first, group=1)
     second = swarm.join("second", first.invite, 40, environment=FIRST_LAYER, program=PROGRAM)
     swarm.wait_averaged(first, second, group=2, rounds=4)
 
