@@ -26,7 +26,7 @@ def test_late_peers_of_every_strategy_that_a_cpu_has_hold_the_bases_of_the_other
     manifest.write_text("\n".join(lines) + "\n")
     bootstrap = swarm.bootstrap("bootstrap", manifest)
     first = swarm.join("first", bootstrap.invite, 40)
-    swarm.wait_averaged(first, rounds=6)
+    swarm.wait_averaged(first, group=1, rounds=6)
     strategies = {"full": (), "checkpoint": (), "fragments": ("--train-fragments", "1")}
     late = [swarm.join(name, bootstrap.invite, 20, "--strategy", name, *more) for name, more in strategies.items()]
     swarm.wait_averaged(first, *late, group=4, rounds=4)
