@@ -33,6 +33,8 @@ def test_what_is_frozen_does_not_travel_and_other_frozen_layers_are_refused(swar
     everything = swarm.join("everything", first.invite, 40, environment={"FROZEN": "0,2"}, program=PROGRAM)
     other = swarm.join("other", first.invite, 40, environment={"FROZEN": "2"}, program=PROGRAM)
     random = swarm.join("random", first.invite, 40, environment=FIRST_LAYER | {"RANDOM": "1"}, program=PROGRAM)
+    for refused in (everything, other, random):
+        refused.expected_to_live = False
     for refused, code, said in (
         (everything, ExitCode.MANIFEST, "nothing to train: all of its parameters are frozen"),
         (other, ExitCode.FINGERPRINT, "This peer's model is not the run's"),
