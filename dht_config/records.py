@@ -220,12 +220,19 @@ class SignedManifest(_Record):
     organiser_public_key: Annotated[bytes, Field(min_length=ORGANISER_KEY_BYTES, max_length=ORGANISER_KEY_BYTES)]
     initial_digests: Annotated[tuple[Digest, ...], Field(strict=False, min_length=1, max_length=MAX_FRAGMENTS)]
     """One per fragment, in order."""
+    layout_digest: Digest | None = None
+    """Of what the organiser's model has to train and how it is cut: a task may freeze other layers on another machine.
+    None in a manifest from before there was this."""
     signature: bytes = Field(max_length=64)
 
     def signed_bytes(self) -> bytes:
         """What the organiser's signature covers: everything but the signature."""
-        packed: bytes = msgpack.packb(self.model_dump(exclude={"signature"}))
+        packed: bytes = msgpack.packb(self._fields(exclude={"signature"}))
         return _MANIFEST_DOMAIN + packed
+
+    def _fields(self, exclude: set[str] | None = None) -> dict[str, Any]:
+        unknown = {"layout_digest"} if self.layout_digest is None else set()
+        return self.model_dump(exclude=unknown | (exclude or set()))
 
     def verify(self, expected_key: bytes | None = None) -> None:
         """Check the signature and, given the key from an invite, who signed.
@@ -273,7 +280,7 @@ class SignedManifest(_Record):
 
     def to_payload(self) -> bytes:
         """Raises: RecordError if it is bigger than validators accept."""
-        return _packed(self.model_dump(), MAX_SIGNED_MANIFEST_BYTES)
+        return _packed(self._fields(), MAX_SIGNED_MANIFEST_BYTES)
 
     @classmethod
     def from_payload(cls, payload: bytes) -> SignedManifest:
@@ -282,7 +289,11 @@ class SignedManifest(_Record):
 
 
 def sign_manifest(
-    organiser_key: OrganiserKey, manifest: RunManifest, task_version: int, initial_digests: Sequence[bytes]
+    organiser_key: OrganiserKey,
+    manifest: RunManifest,
+    task_version: int,
+    initial_digests: Sequence[bytes],
+    layout_digest: bytes | None = None,
 ) -> SignedManifest:
     """Make the record by which a run is known. ``initial_digests``: 32 bytes per fragment, in order.
 
@@ -297,6 +308,7 @@ def sign_manifest(
         software_version=software_version(),
         organiser_public_key=organiser_key.public_key,
         initial_digests=tuple(initial_digests),
+        layout_digest=layout_digest,
         signature=b"",
     )
     return unsigned.model_copy(update={"signature": organiser_key.sign(unsigned.signed_bytes())})

@@ -102,6 +102,13 @@ def join(
     train_fragments: Annotated[
         int | None, typer.Option(help="With the strategies fragments and stream: how many to train at a time.")
     ] = None,
+    compute_dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default as the device does best.")
+    ] = None,
+    compile: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Try torch.compile; by default on cards.", show_default=False),
+    ] = None,
     allow_files: Annotated[
         bool, typer.Option("--allow-files", help="Let an invited run read the files it names on this machine.")
     ] = False,
@@ -140,6 +147,8 @@ def join(
         "emulate": emulate,
         "strategy": strategy,
         "train_fragments": train_fragments,
+        "compute_dtype": compute_dtype,
+        "compile": compile,
         "allow_files": allow_files or None,
         "upload_limit": upload_limit,
         "daily_traffic": daily_traffic,

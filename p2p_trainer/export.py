@@ -32,9 +32,10 @@ from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, read_checkpoint
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.model_card import Library, model_card
 from p2p_trainer.run_directory import METRICS_NAME, SIGNED_MANIFEST_NAME
-from p2p_trainer.target import Target, checked_manifest, layout_of, trainable
+from p2p_trainer.running_statistics import load_model
+from p2p_trainer.target import Target, checked_manifest, layout_of
 from p2p_trainer.tasks import Task
-from peers.fragments import FragmentLayout, load_fragment
+from peers.fragments import FragmentLayout
 from peers.outer import base_digest
 from peers.pipe import FragmentMeta
 
@@ -105,9 +106,7 @@ def read_base(source: Path, on_warning: Callable[[str], None]) -> ExportedBase:
     base = checkpoint.tensors["base"]
     if (outer_state := checkpoint.tensors.get("outer_state")) is not None:
         _check_digests(source, layout, fragments, base, outer_state)
-    parameters = trainable(model)
-    for fragment in range(layout.num_fragments):
-        load_fragment(parameters, layout, fragment, base[layout.slice(fragment)])
+    load_model(model, layout, base)
     return ExportedBase(
         signed=signed,
         manifest=manifest,

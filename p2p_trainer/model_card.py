@@ -83,7 +83,7 @@ def _not_averaged(elements: int) -> list[str]:
     if not elements:
         return []
     return [
-        f"{elements:,} elements of the model (buffers, frozen parameters) are no part of what the run averages: they",
+        f"{elements:,} elements of the model (counters, frozen parameters) are no part of what the run averages: they",
         "are as they were initialised.",
         "",
     ]

@@ -16,6 +16,7 @@ from torch import nn
 
 from dht_config.manifest import RunManifest
 from p2p_trainer.inner_optimizer import learning_rate, set_learning_rate
+from p2p_trainer.running_statistics import mend, within_reach
 from p2p_trainer.strategies import MemoryStrategy
 from p2p_trainer.tasks import Task
 from p2p_trainer.tasks.base import Batch, to_device
@@ -106,13 +107,20 @@ class LocalMode:
         return None
 
     def take_snapshot(self, fragment: int, samples: int) -> None:
-        self._strategy.snapshot(fragment, self._arena.snapshot[self._layout.slice(fragment)])
+        where = self._layout.slice(fragment)
+        snapshot = self._arena.snapshot[where]
+        self._strategy.snapshot(fragment, snapshot)
+        own = snapshot[self._layout.parameters_of(fragment) :]
+        if len(own):
+            own.copy_(within_reach(own, self._arena.base[where][-len(own) :]))
 
     def rebase(self, fragment: int, *, keep: bool, pending: bool) -> None:
         where = self._layout.slice(fragment)
         base, reference = self._arena.base[where], self._arena.snapshot[where]
         if keep:
             self._strategy.rebase(fragment, base, reference, pending=pending)
+            if statistics := self._layout.size(fragment) - self._layout.parameters_of(fragment):
+                mend(self._strategy.model, self._layout, base[-statistics:])
         else:
             self._strategy.load(fragment, base)
 

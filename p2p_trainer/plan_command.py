@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addres
 
 if TYPE_CHECKING:
     from dht_config.manifest import RunManifest
-    from p2p_trainer.planning.plan_facts import Plan, SwarmFacts
+    from p2p_trainer.planning.plan_facts import Link, Plan, SwarmFacts
     from p2p_trainer.planning.probe import Prober
     from p2p_trainer.target import Target
     from p2p_trainer.tasks import Task
@@ -55,6 +56,13 @@ def plan(
     train_fragments: Annotated[
         int | None, typer.Option(help="With fragments and stream: how many to train at a time.", show_default=False)
     ] = None,
+    compute_dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default as the device does best.")
+    ] = None,
+    compile: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Try torch.compile; by default on cards.", show_default=False),
+    ] = None,
     settings_file: Annotated[
         Path | None, typer.Option("--settings", help="A TOML file with settings; flags and environment override it.")
     ] = None,
@@ -72,7 +80,8 @@ def plan(
 ) -> None:
     """Show what this machine would do in a run, and why: micro-batch, memory strategy, cadence.
 
-    Measures the machine for a few seconds, unless it has been measured before. With an invite the swarm is asked for
+    Measures the machine for a few seconds, unless it has been measured before. The line is as rounds measured it in the
+    last week, if you took part in this run, or as you say. With an invite the swarm is asked for
     the run's manifest, and nothing else.
     """
     log_to_stderr(verbose)
@@ -89,6 +98,8 @@ def plan(
                 "batch": batch,
                 "strategy": strategy,
                 "train_fragments": train_fragments,
+                "compute_dtype": compute_dtype,
+                "compile": compile,
                 "peer": tuple(peer or ()),
                 "wait_seconds": wait_seconds,
                 "allow_files": allow_files or None,
@@ -97,14 +108,19 @@ def plan(
         )
         rates = _rate(up, "--up"), _rate(down, "--down")
 
+        from p2p_trainer.planning.plan_facts import Link
         from p2p_trainer.planning.probe import start_prober
+        from p2p_trainer.settings import default_data_directory
         from p2p_trainer.target import read_target
+        from peers.known_line import known_line
 
         run = read_target(target)
+        directory = settings.dir or default_data_directory() / run.run_id / "peer"
         prober = start_prober()
         try:
             manifest, task, swarm = _look_up(run, settings)
-            made = _plan(manifest, task, swarm, settings, prober, rates)
+            link = Link.of(known_line(directory, time.time()), up=rates[0], down=rates[1])
+            made = _plan(manifest, task, swarm, settings, prober, link)
         finally:
             prober.close()
         if as_json:
@@ -151,19 +167,20 @@ def _plan(
     swarm: SwarmFacts,
     settings: PeerSettings,
     prober: Prober,
-    rates: tuple[float | None, float | None],
+    link: Link,
 ) -> Plan:
     from p2p_trainer.devices import pick_device
     from p2p_trainer.hardware import read_hardware
-    from p2p_trainer.planning.plan_facts import Link
-    from p2p_trainer.planning.planner import Planner, machine_of, model_of, wishes_of
+    from p2p_trainer.planning.planner import Planner, machine_of, model_of, tries_compiling, wishes_of
     from p2p_trainer.planning.probe_cache import ProbeCache, default_cache_directory
     from p2p_trainer.settings import default_data_directory
     from p2p_trainer.target import blank_model
 
     chosen = pick_device(settings.device)
     hardware = read_hardware(chosen, settings.dir or default_data_directory())
-    machine = machine_of(chosen, hardware, settings.memory_bytes, settings.emulate)
+    machine = machine_of(
+        chosen, hardware, settings.memory_bytes, settings.emulate, manifest.averaging.mode, settings.compute_dtype
+    )
     if settings.memory_bytes is not None and (machine.budget_bytes or 0) < settings.memory_bytes:
         print(f"Only {memory_text(machine.budget_bytes or 0)} are free here: planned for that.", file=sys.stderr)
     told = False
@@ -186,6 +203,6 @@ def _plan(
         cache=ProbeCache(default_cache_directory(), lambda line: print(line, file=sys.stderr)),
         alive=alive,
         say=lambda line: print(line, file=sys.stderr),
+        compile=tries_compiling(chosen, manifest, settings),
     )
-    up, down = rates
-    return planner.plan(Link(up=up, down=down), swarm, wishes_of(settings))
+    return planner.plan(link, swarm, wishes_of(settings))

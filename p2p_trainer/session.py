@@ -39,16 +39,25 @@ from p2p_trainer.hardware import read_hardware
 from p2p_trainer.limits import raise_open_file_limit
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, LocalMode, Mode
+from p2p_trainer.planning.compiled import compiled
 from p2p_trainer.planning.compute import in_dtype
 from p2p_trainer.planning.own_plan import OwnPlan
 from p2p_trainer.planning.plan_facts import Plan
 from p2p_trainer.planning.probe import Prober, start_prober
 from p2p_trainer.run_directory import SIGNED_MANIFEST_NAME, RunDirectory
+from p2p_trainer.running_statistics import averaged, trainable
 from p2p_trainer.serving import Door
 from p2p_trainer.settings import PeerSettings, default_data_directory
 from p2p_trainer.strategies import PARTIAL, MemoryStrategy, build_strategy
 from p2p_trainer.strategies.rotation import Rotation, next_trained
-from p2p_trainer.target import Target, check_model, checked_manifest, layout_of, trainable
+from p2p_trainer.target import (
+    Target,
+    check_model,
+    checked_manifest,
+    layout_of,
+    refuse_another_layout,
+    refuse_random_frozen,
+)
 from p2p_trainer.tasks import Task
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
 from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, farewell, farewell_of_a_door, only_inside
@@ -56,6 +65,7 @@ from peers.arena import SharedArena
 from peers.contributed import last_contributed
 from peers.daemon import check_port_free
 from peers.fragments import FragmentLayout, gather_fragment
+from peers.known_line import known_line
 from peers.ledger import Counts, Ledger
 from peers.outer import NO_HISTORY, base_digest, build_outer_optimizer
 from peers.pipe import (
@@ -315,6 +325,9 @@ class Session:
             raise ManifestError("The run's manifest is not known.", "Ask the organiser for an invite.")
         model = task.build_model()
         layout = layout_of(model, manifest)
+        if signed is not None:
+            refuse_another_layout(signed, layout)
+        refuse_random_frozen(task, model)
         arena = SharedArena.create(layout.num_elements, build_outer_optimizer(manifest.outer_optimizer).states)
         checkpoint = self._load_checkpoint(layout) if signed is not None else None
         fragments: list[FragmentMeta] | None = None
@@ -324,7 +337,7 @@ class Session:
             arena.outer_state.copy_(checkpoint.tensors.pop("outer_state"))
             fragments = [FragmentMeta.from_json(row) for row in checkpoint.meta["fragments"]]
         elif signed is None:
-            fragments = make_initial_bases(trainable(model), layout, arena)
+            fragments = make_initial_bases(averaged(model), layout, arena)
             signed = self._sign(manifest, task, layout, arena, fragments)
         if signed is None:
             raise CheckpointError("The run's manifest is lost.", f"Remove {self.directory.path} to start anew.")
@@ -350,7 +363,9 @@ class Session:
         """Sign a new run. Its first bases cannot be made again, so they are kept before anybody hears of them."""
         if self.organiser is None:
             raise ManifestError("Only the organiser can start a run.", "Start it from its manifest file.")
-        signed = sign_manifest(self.organiser, manifest, task.version, [meta.digest for meta in fragments])
+        signed = sign_manifest(
+            self.organiser, manifest, task.version, [meta.digest for meta in fragments], layout.digest
+        )
         save_checkpoint(
             self.directory.path,
             {"base": arena.base.clone(), "outer_state": arena.outer_state.clone()},
@@ -435,6 +450,7 @@ class Session:
             view=self.view,
             metrics=self.metrics,
             leave=self.leave,
+            line=known_line(self.directory.path, time.time()),
         )
         plan = own_plan.make(self._prober(), machine)
         self._end_prober()
@@ -444,6 +460,12 @@ class Session:
         samples, steps = int(meta.get("samples", 0)), int(meta.get("steps", 0))
         counts = restored_counts(meta, layout.num_fragments)
         strategy = self._build_strategy(plan, prepared, device, connected.peer_id, meta)
+        if plan.compiled:
+            self.view.status("Compiling the training step ...")
+            seed = data_seed(self.target.run_id, "measuring", self.restart)
+            task = compiled(
+                task, strategy.model, plan.micro_batch, seed=seed, check=self.leave.check, say=self.view.status
+            )
         restored = self._restored(prepared.checkpoint, strategy, layout)
         # A checkpoint from before the last start says nothing of what was contributed since.
         clean = not meta or (bool(meta.get("clean")) and meta.get("restart") == self.restart - 1)
@@ -678,13 +700,23 @@ class Session:
 
 
 def make_initial_bases(
-    parameters: Mapping[str, nn.Parameter], layout: FragmentLayout, arena: SharedArena
+    values: Mapping[str, torch.Tensor], layout: FragmentLayout, arena: SharedArena
 ) -> list[FragmentMeta]:
-    """Bases of version 0 from a freshly initialised model, outer state zero."""
+    """Bases of version 0 from a freshly initialised model, outer state zero.
+
+    :param values: parameters and running statistics, by name
+    :raises ManifestError: one of them is not finite
+    """
+    for name, value in values.items():
+        if not torch.isfinite(value.detach()).all():
+            raise ManifestError(
+                f"[model]: {name} begins with values that are not finite.",
+                "A constant of a model should be a buffer registered with persistent=False.",
+            )
     fragments = []
     for fragment in range(layout.num_fragments):
         where = layout.slice(fragment)
-        gather_fragment(parameters, layout, fragment, arena.base[where])
+        gather_fragment(values, layout, fragment, arena.base[where])
         digest = base_digest(
             fragment=fragment,
             version=0,
@@ -737,7 +769,8 @@ def load_values(
         where = layout.slice(fragment)
         values = restored.pop(fragment, None)
         if values is not None and keep[fragment]:
-            values.sub_(arena.snapshot[where]).add_(arena.base[where])
+            stepped = slice(layout.parameters_of(fragment))
+            values[stepped].sub_(arena.snapshot[where][stepped]).add_(arena.base[where][stepped])
             strategy.load(fragment, values, pending=accounts.is_pending(fragment))
         else:
             strategy.load(fragment, arena.base[where])

@@ -26,6 +26,7 @@ from dht_config.network import NetworkSettings
 from p2p_trainer.machines import read_memory, read_rate
 
 StrategyName = Literal["full", "checkpoint", "host_optimizer", "fragments", "stream"]
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
 """Ways to train in little memory; what they are is said in ``p2p_trainer/strategies``, which takes torch to import."""
 
 ENVIRONMENT_PREFIX = "P2P_TRAINER_"
@@ -85,6 +86,10 @@ class PeerSettings(BaseSettings):
     """Samples of an inner step; at most the run's, with the learning rate that goes with fewer."""
     strategy: StrategyName | None = None
     """How to save memory: full, checkpoint, host_optimizer, fragments or stream; by default the first that fits."""
+    compute_dtype: ComputeDtype | None = None
+    """float32, bfloat16 or float16: what matrices are multiplied in; by default as the device does best."""
+    compile: bool | None = None
+    """Whether to try torch.compile, which is kept where it is measured to be faster; by default on graphics cards."""
     train_fragments: int | None = Field(default=None, ge=1, le=256)
     """With the strategies fragments and stream: how many to train at a time; by default as many as fit."""
     snapshot_versions: int = Field(default=100, ge=0, le=10**6)

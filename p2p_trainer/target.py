@@ -24,6 +24,7 @@ from dht_config.records import SignedManifest, software_version
 from dht_config.versions import install_command, other_protocol
 from p2p_trainer.invites import door_of
 from p2p_trainer.run_directory import INVITE_NAME
+from p2p_trainer.running_statistics import running_statistics, trainable
 from p2p_trainer.tasks import Task, load_task
 from peers.fragments import FragmentLayout, cut
 
@@ -134,15 +135,55 @@ def blank_model(task: Task) -> nn.Module:
             torch.set_num_threads(threads)
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that take gradients, by name, each shared one once: what the layout cuts."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+def refuse_another_layout(signed: SignedManifest, layout: FragmentLayout) -> None:
+    """Tasks of one name and version may train other things. :raises FingerprintError:"""
+    if signed.layout_digest not in (None, layout.digest):
+        raise FingerprintError(
+            f"This peer's model is not the run's: its task trains {layout.num_elements:,} values in "
+            f"{len(layout.names)} tensors, and the run other ones, or cuts them otherwise.",
+            "Install the task's package as the organiser has it; it may freeze other layers there.",
+        )
+
+
+def refuse_random_frozen(task: Task, model: nn.Module) -> None:
+    """What is frozen is in no base, so every peer must build the same.
+
+    What this does not find: values that are the same at every build here and others on another machine.
+
+    :raises ManifestError: frozen parameters are others at each build
+    """
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if not frozen:
+        return
+    again = dict(task.build_model().named_parameters())
+    for name, parameter in frozen.items():
+        if not torch.equal(parameter, again[name]):
+            raise ManifestError(
+                f"The task {task.name} freezes {name}, which begins with other values at each build: every peer would "
+                "have its own.",
+                "Load frozen parameters from a file, or make them buffers, which travel with the base.",
+            )
 
 
 def layout_of(model: nn.Module, manifest: RunManifest) -> FragmentLayout:
-    """How the run cuts this model. :raises ManifestError: it has fewer parameters than fragments"""
+    """How the run cuts this model.
+
+    :raises ManifestError: it has fewer parameters than fragments, or running statistics in a run on averaged gradients
+    """
     shapes = {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
+    statistics = {name: tuple(buffer.shape) for name, buffer in running_statistics(model).items()}
+    if statistics and manifest.averaging.mode == "gradient":
+        raise ManifestError(
+            f"[averaging] mode = 'gradient' averages gradients alone, and this model keeps running statistics "
+            f"({next(iter(statistics))}{', ...' if len(statistics) > 1 else ''}).",
+            "Use mode = 'local', or a model with GroupNorm or LayerNorm in place of batch normalisation.",
+        )
+    if not shapes:
+        raise ManifestError(
+            f"The model of the task {manifest.task.name} has nothing to train: all of its parameters are frozen.",
+            "Let some of them take gradients (requires_grad).",
+        )
     try:
-        return cut(shapes, manifest.run.fragments)
+        return cut(shapes, manifest.run.fragments, statistics)
     except ValueError as error:
         raise ManifestError(f"[run] fragments = {manifest.run.fragments}: {error}.", "Lower it.") from error

@@ -19,11 +19,13 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from dht_config.errors import DeviceError
 from dht_config.manifest import InnerOptimizerSection
 from p2p_trainer.hardware import anonymous_bytes
 from p2p_trainer.inner_optimizer import learning_rate, set_learning_rate
+from p2p_trainer.planning.compute import scaler_of
 from p2p_trainer.tasks.base import Batch, Task, to_device
 
 Result = TypeVar("Result")
@@ -202,9 +204,40 @@ def _accumulate(
 ) -> float:
     """Leave the batch's mean gradient, clipped, in the parameters, and return the mean loss.
 
-    The loss is not finite if loss or gradient were not. Whatever is raised, no gradient is held on to: a caller may
-    try again.
+    The loss is not finite if loss or gradient were not. A gradient that overflows in float16 is computed again at half
+    the scale. Whatever is raised, no gradient is held on to: a caller may try again.
     """
+    scaler = scaler_of(task)
+    while True:
+        loss = _add_up(task, model, optimizer, batch, micro_batch, between=between, scaler=scaler)
+        scale = scaler.get_scale()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.get_total_norm(_gradients(optimizer))
+        if not math.isfinite(loss):
+            if scaler.is_enabled():
+                scaler.update(scale)  # it is not the scale's fault
+            return math.nan
+        scaler.update()
+        if math.isfinite(float(norm)):
+            break
+        if scale <= 1.0:
+            return math.nan
+    if clip_norm is not None:
+        nn.utils.clip_grads_with_norm_(_parameters(optimizer), clip_norm, norm)
+    return loss
+
+
+def _add_up(
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    micro_batch: int,
+    *,
+    between: Callable[[], None] | None,
+    scaler: GradScaler,
+) -> float:
+    """Leave the batch's mean gradient, times the scale, in the parameters, and return the mean loss, whatever it is."""
     device = next(model.parameters()).device
     samples = len(batch[0])
     model.train()
@@ -217,15 +250,9 @@ def _accumulate(
             micro = to_device(tuple(tensor[start : start + micro_batch] for tensor in batch), device)
             share = len(micro[0]) / samples
             loss = task.loss(model, micro) * share
-            loss.backward()  # type: ignore[no-untyped-call]
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        norm = nn.utils.get_total_norm(_gradients(optimizer))
-        mean = float(total)
-        if not (math.isfinite(mean) and math.isfinite(float(norm))):
-            return math.nan
-        if clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(_parameters(optimizer), clip_norm, norm)
-        return mean
+        return float(total)
     except BaseException:
         optimizer.zero_grad(set_to_none=True)
         raise
@@ -318,7 +345,7 @@ def measure_micro_batches(
 
     def step(micro_batch: int) -> None:
         inner_step(task, model, optimizer, next(batches), micro_batch, section.clip_norm, between=tell)
-        _synchronize(device)
+        synchronize(device)
         tell()
 
     measured: list[Throughput] = []
@@ -451,7 +478,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param.grad for param in _parameters(optimizer) if param.grad is not None]
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

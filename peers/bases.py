@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 
 from hivemind.p2p import PeerID
 
@@ -14,7 +15,7 @@ from peers.base_server import BaseServer
 from peers.context import RunContext
 from peers.donors import DonorRecords
 from peers.fragment_state import FragmentState, counts_at_start
-from peers.line import MEASURABLE_BYTES, LineRate, line_use
+from peers.line import MEASURABLE_BYTES, LineRate, LineUse, line_use
 from peers.lineage import Claim, choose_base, in_step
 from peers.messages import BaseAnswer, BaseRequest, BaseRequestHeader
 from peers.pipe import Configure, Event, Rebased, Synced, Syncing, Waiting
@@ -158,20 +159,28 @@ class BaseKeeper:
         )
 
     def _note_rate(self, fetched_bytes: int, seconds: float) -> None:
-        """The first that is known of our line; if it was the donors' that was slow, rounds will show it."""
-        if self._run.manifest.averaging.mode == "gradient" or fetched_bytes < MEASURABLE_BYTES:
+        """The first that is known of our line, with what an earlier start knew of it and what a person leaves of it.
+
+        If it was the donors' line that was slow, rounds will show it.
+        """
+        if fetched_bytes >= MEASURABLE_BYTES:
+            self._run.link_rate.note(LineRate(down=fetched_bytes / max(seconds, 1e-6)))
+        rate = self._run.link_rate.rate.at_most(self._run.allowance.rate)
+        if self._run.manifest.averaging.mode == "gradient" or self._presence.auxiliary or not rate.is_known:
             return
         biggest = max(self._run.fragments, key=lambda state: state.size)
-        use = line_use(
-            self._run.manifest.averaging,
-            self._run.schedule,
-            codec=self._presence.cadence.codec,
-            size=biggest.size,
-            base_bytes=biggest.num_bytes,
-        )
-        rate = LineRate(down=fetched_bytes / max(seconds, 1e-6))
-        self._run.link_rate.note(rate)
-        self._presence.cadence.measured(rate, use, self._run.schedule.tick_at(self._run.clock.now()))
+
+        def use(codec: str) -> LineUse:
+            return line_use(
+                self._run.manifest.averaging,
+                self._run.schedule,
+                codec=codec,
+                size=biggest.size,
+                base_bytes=biggest.num_bytes,
+            )
+
+        rate = replace(rate, round_trip_seconds=self._run.clock.round_trip_seconds)
+        self._presence.cadence.after_round(self._run.schedule.tick_at(self._run.clock.now()), rate, use)
 
     def better_claim(self, state: FragmentState) -> Claim | None:
         """What we should fetch for this fragment; a version 0 must be the one the organiser signed.

@@ -40,6 +40,8 @@ class SwarmClock:
         self._passed = passed
         self._origin = wall() - passed()
         self.offset_seconds = 0.0
+        self.round_trip_seconds = 0.0
+        """To another peer and back, as measured with the offset; 0 before that."""
 
     def now(self) -> float:
         """Corrected time, seconds since the epoch."""

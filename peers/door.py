@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -131,13 +132,16 @@ def _refuse_wrong_ids(reports: Sequence[DialReport], may_start: bool) -> None:
 
 async def set_clock(clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, newcomer: bool) -> int:
     """Correct the clock by the median offset to up to eight peers; returns how many answered."""
+    round_trips: dict[PeerID, float] = {}
 
     async def offset_to(peer: PeerID) -> float | None:
         async def ask() -> float | None:
+            sent = clock.now()
             try:
                 answer = await stub(peer).rpc_time(Ask(AskHeader()), timeout=RPC_WAIT_SECONDS)
             except TRANSPORT_ERRORS:
                 return None
+            round_trips[peer] = min(round_trips.get(peer, math.inf), clock.now() - sent)
             return float(answer.header.seconds) if answer.header is not None else None
 
         offset = await measure_offset(ask, clock.now)
@@ -146,6 +150,8 @@ async def set_clock(clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, n
     measured = await asyncio.gather(*(offset_to(peer) for peer in peers[:CLOCK_PEERS]))
     offsets = [offset for offset in measured if offset is not None]
     clock.offset_seconds += correction(offsets, newcomer=newcomer)
+    if round_trips:
+        clock.round_trip_seconds = statistics.median(round_trips.values())
     return len(offsets)
 
 

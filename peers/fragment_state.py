@@ -35,6 +35,8 @@ class FragmentState:
         self.index = index
         self._arena, self._where = arena, where
         self.size = layout.size(index)
+        self.parameters = layout.parameters_of(index)
+        """The first of its elements; the others are running statistics."""
         self.base = arena.base[where]
         self.outer_state = arena.outer_state[:, where]
         self.snapshot = arena.snapshot[where]
@@ -169,7 +171,10 @@ class FragmentState:
             self.unsent = any(part.codec.name == Sparse.name for part in self.sent)
         self._contribution.accepted(self.snapshot, self.base, held, list(self.sent))
         try:
-            outer.step(self.base, self.outer_state, average, version, (self.base, self.outer_state))
+            stepped = slice(self.parameters)
+            base, state = self.base[stepped], self.outer_state[:, stepped]
+            outer.step(base, state, average[stepped], version, (base, state))
+            self.base[self.parameters :].add_(average[self.parameters :])
             digest = base_digest(
                 fragment=self.index,
                 version=version,

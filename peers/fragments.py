@@ -1,7 +1,15 @@
-"""The cut of a model's parameters into fragments: the unit of averaging, transfer and memory planning."""
+"""The cut of a model's parameters into fragments: the unit of averaging, transfer and memory planning.
+
+Running statistics, such as those of batch normalisation, are the last elements of the last fragment. They follow the
+data and no gradient, so they are no progress from one place to another: a peer keeps its own, and the base has the mean
+of everybody's, without an outer step and without loss on the way (``Rules.at``). What this does not bring: the variance
+between peers whose data are unlike is no part of the mean of their variances.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +32,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentLayout:
-    """Parameters in order, flattened into one float32 vector, cut at ``bounds`` (F + 1 positions in elements)."""
+    """Parameters in order, then running statistics, flattened into one float32 vector, cut at ``bounds`` (F + 1
+    positions in elements)."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     bounds: tuple[int, ...]
+    statistics: tuple[str, ...] = ()
+    """The last ones of ``names``: those of running statistics."""
 
     @property
     def num_fragments(self) -> int:
@@ -45,6 +56,17 @@ class FragmentLayout:
     def slice(self, fragment: int) -> slice:
         return slice(self.bounds[fragment], self.bounds[fragment + 1])
 
+    @property
+    def digest(self) -> bytes:
+        """Of what is averaged and how it is cut: 32 bytes, the same for equal layouts alone."""
+        text = json.dumps([self.names, self.shapes, self.bounds, self.statistics])
+        return hashlib.sha256(text.encode()).digest()
+
+    def parameters_of(self, fragment: int) -> int:
+        """Elements of one fragment that are parameters: the first ones. What follows is running statistics."""
+        elements = sum(math.prod(shape) for shape in self.shapes[len(self.names) - len(self.statistics) :])
+        return max(0, min(self.size(fragment), self.num_elements - elements - self.bounds[fragment]))
+
     def segments(self, fragment: int) -> Iterator[Segment]:
         begin, end = self.bounds[fragment], self.bounds[fragment + 1]
         position = 0
@@ -56,11 +78,14 @@ class FragmentLayout:
             position += length
 
 
-def cut(shapes: Mapping[str, Sequence[int]], fragments: int) -> FragmentLayout:
+def cut(
+    shapes: Mapping[str, Sequence[int]], fragments: int, statistics: Mapping[str, Sequence[int]] | None = None
+) -> FragmentLayout:
     """Cut parameters, in order, into ``fragments`` pieces of about equal bytes.
 
     A cut snaps to a tensor border within 25 % of a fragment's size, so that most tensors lie in one fragment.
 
+    :param statistics: shapes of running statistics, which go into the last fragment
     :raises ValueError: if the model has fewer elements than fragments.
     """
     borders = [0]
@@ -77,8 +102,13 @@ def cut(shapes: Mapping[str, Sequence[int]], fragments: int) -> FragmentLayout:
         position = nearest if abs(nearest - wanted) <= SNAP_FRACTION * ideal else wanted
         room_left = total - (fragments - index)
         bounds.append(min(max(position, bounds[-1] + 1), room_left))
+    statistics = statistics or {}
+    everything = {**shapes, **statistics}
     return FragmentLayout(
-        names=tuple(shapes), shapes=tuple(tuple(shape) for shape in shapes.values()), bounds=(*bounds, total)
+        names=tuple(everything),
+        shapes=tuple(tuple(shape) for shape in everything.values()),
+        bounds=(*bounds, total + sum(math.prod(shape) for shape in statistics.values())),
+        statistics=tuple(statistics),
     )
 
 
@@ -100,9 +130,14 @@ def shift_fragment(
     base: torch.Tensor,
     reference: torch.Tensor,
 ) -> None:
-    """Rebase in place: parameters become ``base + (parameters - reference)``; both are float32, ``(size,)``."""
+    """Rebase in place: parameters become ``base + (parameters - reference)``; both are float32, ``(size,)``.
+
+    Running statistics stay what they are.
+    """
     with torch.no_grad():
         for segment in layout.segments(fragment):
+            if segment.name in layout.statistics:
+                continue
             part = slice(segment.fragment_start, segment.fragment_start + segment.length)
             flat = parameters[segment.name].detach().reshape(-1)
             local = flat[segment.tensor_start : segment.tensor_start + segment.length]

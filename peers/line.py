@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dht_config.manifest import AveragingSection
@@ -34,6 +34,8 @@ LEAST_SECONDS = 0.25
 MEASURABLE_UP_BYTES = 1 << 16
 """Fewer will do where the other side says how long they took."""
 RECENT_ROUNDS = 32
+ROUND_TRIPS = 3
+"""Of a round, one after the other: its leader tells who is in it, a stream is opened, a part goes for its average."""
 FORGOTTEN_ROUNDS = 128
 """A rate that was not measured for so long, as the way up with a codec that sends next to nothing, is to be tried."""
 CodecName = Literal["int8", "int4", "sparse"]
@@ -48,6 +50,8 @@ class LineRate:
 
     up: float = math.inf
     down: float = math.inf
+    round_trip_seconds: float = 0.0
+    """To another peer and back; 0 where it was not measured."""
 
     @property
     def is_known(self) -> bool:
@@ -59,10 +63,14 @@ class LineRate:
         return min(self.up, self.down) * 8 / 1e6 if self.is_known else None
 
     def at_most(self, other: LineRate) -> LineRate:
-        return LineRate(up=min(self.up, other.up), down=min(self.down, other.down))
+        return LineRate(
+            up=min(self.up, other.up),
+            down=min(self.down, other.down),
+            round_trip_seconds=max(self.round_trip_seconds, other.round_trip_seconds),
+        )
 
     def times(self, factor: float) -> LineRate:
-        return LineRate(up=self.up * factor, down=self.down * factor)
+        return replace(self, up=self.up * factor, down=self.down * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +83,28 @@ class LineUse:
     base_bytes: int
     """Of a base with its outer state, which is fetched after each round that was skipped."""
     tick_seconds: float
+    cycle_seconds: float = math.inf
+    """Between two rounds of one fragment."""
 
     def share(self, rate: LineRate, cadence: int) -> float:
         """The part of its time that a line is busy at this cadence; above 1 it cannot keep up."""
-        fetched = self.base_bytes if cadence > 1 else 0
-        seconds = max(self.up_bytes / rate.up, (self.down_bytes + fetched) / rate.down)
-        return seconds / (self.tick_seconds * cadence)
+        return self._busy_seconds(rate, cadence) / (self.tick_seconds * cadence)
+
+    def keeps_up(self, rate: LineRate, cadence: int) -> bool:
+        """Whether the line has air, and a round is over before the fragment's next one that the peer takes part in.
+
+        Rounds of other fragments go on meanwhile: a far peer's line is not busy while it waits.
+        """
+        seconds = self._busy_seconds(rate, cadence) + ROUND_TRIPS * rate.round_trip_seconds
+        return self.share(rate, cadence) <= SHARE_OF_LINE and seconds <= SHARE_OF_LINE * self.cycle_seconds * cadence
 
     def least_cadence(self, rate: LineRate) -> CadenceValue:
         """The lowest at which a line keeps up; the highest if it never does."""
-        return next((cadence for cadence in CADENCES if self.share(rate, cadence) <= SHARE_OF_LINE), CADENCES[-1])
+        return next((cadence for cadence in CADENCES if self.keeps_up(rate, cadence)), CADENCES[-1])
+
+    def _busy_seconds(self, rate: LineRate, cadence: int) -> float:
+        fetched = self.base_bytes if cadence > 1 else 0
+        return max(self.up_bytes / rate.up, (self.down_bytes + fetched) / rate.down)
 
 
 def line_use(averaging: AveragingSection, schedule: Schedule, *, codec: str, size: int, base_bytes: int) -> LineUse:
@@ -94,6 +114,7 @@ def line_use(averaging: AveragingSection, schedule: Schedule, *, codec: str, siz
         down_bytes=get_codec(averaging.answer_codec).encoded_bytes(size),
         base_bytes=base_bytes,
         tick_seconds=schedule.tick_seconds,
+        cycle_seconds=schedule.cycle_seconds,
     )
 
 
@@ -144,9 +165,13 @@ class LinkRate:
 
     Down, the best of them: others' lines and stalls only ever lower it. Up, their median: it is what others say, and
     one of them may lie.
+
+    :param before: as known from an earlier start; for each way, until this one has measured it, or as long as a rate
+        is remembered
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: LineRate = LineRate()) -> None:
+        self._before = before
         self._rounds = 0
         self._up: deque[tuple[int, float]] = deque(maxlen=RECENT_ROUNDS)
         self._down: deque[tuple[int, float]] = deque(maxlen=RECENT_ROUNDS)
@@ -154,6 +179,8 @@ class LinkRate:
     def note(self, rate: LineRate) -> None:
         """:param rate: of a round; not finite where too little was moved to say"""
         self._rounds += 1
+        if self._rounds >= FORGOTTEN_ROUNDS:
+            self._before = LineRate()
         for recent, carried in ((self._up, rate.up), (self._down, rate.down)):
             if math.isfinite(carried):
                 recent.append((self._rounds, carried))
@@ -163,8 +190,8 @@ class LinkRate:
     @property
     def rate(self) -> LineRate:
         """What is known of it."""
-        up = statistics.median(carried for _, carried in self._up) if self._up else math.inf
-        down = max((carried for _, carried in self._down), default=math.inf)
+        up = statistics.median(carried for _, carried in self._up) if self._up else self._before.up
+        down = max((carried for _, carried in self._down), default=self._before.down)
         return LineRate(up=up, down=down)
 
     @property

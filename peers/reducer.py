@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -69,6 +69,15 @@ class Rules:
     batch_size: int = MAX_BATCH
     """No inner step holds more samples."""
 
+    def at(self, plan: RoundPlan, element: int) -> Rules:
+        """The rules for a part that begins there: running statistics travel as they are, and their mean is a mean.
+
+        A codec's blocks would measure small ones by the largest, and a variance must not become negative.
+        """
+        if element < plan.parameters:
+            return self
+        return replace(self, codec=PLAIN, answer_codec=PLAIN, weighting=BY_SAMPLES)
+
     def codec_of(self, member: GroupMember) -> Codec:
         """How a member's contribution travels."""
         return self.codec or get_codec(member.codec)
@@ -117,8 +126,16 @@ class _OpenPart:
     """
 
     def __init__(
-        self, start: int, stop: int, sum: torch.Tensor, at_root: bool, sources: set[int], weights: dict[int, float]
+        self,
+        start: int,
+        stop: int,
+        sum: torch.Tensor,
+        at_root: bool,
+        sources: set[int],
+        weights: dict[int, float],
+        rules: Rules,
     ) -> None:
+        self.rules = rules
         self.start, self.stop, self.sum, self.at_root = start, stop, sum, at_root
         self.waiting_for = sources
         self.weights = weights
@@ -191,7 +208,7 @@ class PartReducer:
         out: torch.Tensor,
         residual: Callable[[int, int], torch.Tensor | None] = lambda start, stop: None,
     ) -> None:
-        self._plan, self._own_index, self._rules, self._residual = plan, own_index, rules, residual
+        self._plan, self._own_index, self._residual = plan, own_index, residual
         self._minimum = max(1, min(2, len(plan.training)))
         self._group = set(plan.groups[plan.group_of(own_index)])
         contributors = {index for index in self._group if not plan.members[index].auxiliary}
@@ -209,6 +226,7 @@ class PartReducer:
             root = share.root(number) if share is not None else own_index
             self.rooted[root].append(number)
             at_root = root == own_index
+            rules_here = rules.at(plan, start)
             scope = range(len(plan.members)) if at_root else self._group
             self.parts.append(
                 _OpenPart(
@@ -217,7 +235,8 @@ class PartReducer:
                     out[start:stop],
                     at_root,
                     contributors | (set(self._counterparts) if at_root else set()),
-                    {member: rules.total_weight(plan.members[member], start, stop) for member in scope},
+                    {member: rules_here.total_weight(plan.members[member], start, stop) for member in scope},
+                    rules_here,
                 )
             )
 
@@ -257,7 +276,7 @@ class PartReducer:
         if source in self._group:
             if not body and not self._weight(source, open_part):
                 return torch.zeros(open_part.size)  # whatever it had sent would count for nothing
-            return decode_values(self._rules.codec_of(self._plan.members[source]), body, open_part.size)
+            return decode_values(open_part.rules.codec_of(self._plan.members[source]), body, open_part.size)
         heaviest = max((self._weight(member, open_part) for member in self._members_of(source)), default=0.0)
         limit = MAX_ABSOLUTE_DIFFERENCE * max(1.0, heaviest) * len(self._members_of(source))
         return decode_values(PLAIN, body, open_part.size, limit)
@@ -269,7 +288,7 @@ class PartReducer:
         """A member's highest weight in any element of a part."""
         return max(
             (
-                self._rules.value_weight(self._plan.members[member], span)
+                part.rules.value_weight(self._plan.members[member], span)
                 for span in self._plan.members[member].spans_in(part.start, part.stop)
             ),
             default=0.0,
@@ -389,7 +408,7 @@ class PartReducer:
     def _encode(self, part: _OpenPart) -> bytes | memoryview:
         """Average and encode a part, once for everyone; ``part.sum`` becomes what they decode it to."""
         mean = part.average(self._normalisers(part))
-        codec = self._rules.answer_codec
+        codec = part.rules.answer_codec
         before = None if codec.lossless else self._residual(part.start, part.stop)
         if before is not None:
             mean.add_(before)
@@ -409,16 +428,16 @@ class PartReducer:
     def _weighted(self, member: int, part: _OpenPart) -> list[tuple[slice, float]]:
         """A member's weight in each stretch of a part."""
         spans = self._plan.members[member].spans_in(part.start, part.stop)
-        return [(part.stretch(span), self._rules.value_weight(self._plan.members[member], span)) for span in spans]
+        return [(part.stretch(span), part.rules.value_weight(self._plan.members[member], span)) for span in spans]
 
     def _normalisers(self, part: _OpenPart) -> list[tuple[slice, float]]:
         """What to divide by in each stretch in which no included member's counts change."""
-        nothing = self._rules.weighting.normaliser_terms(0, 0)
+        nothing = part.rules.weighting.normaliser_terms(0, 0)
         changes: dict[int, dict[int, tuple[float, ...]]] = {part.start: {}}
         for member in part.included:
             for span in self._plan.members[member].spans_in(part.start, part.stop):
                 begin, end = max(span.start, part.start), span.stop
-                changes.setdefault(begin, {})[member] = self._rules.normaliser_terms(self._plan.members[member], span)
+                changes.setdefault(begin, {})[member] = part.rules.normaliser_terms(self._plan.members[member], span)
                 if end < part.stop:
                     changes.setdefault(end, {})[member] = nothing  # until its next span, perhaps right here
         there: dict[int, tuple[float, ...]] = {}
@@ -426,7 +445,7 @@ class PartReducer:
         for low, high in pairwise([*sorted(changes), part.stop]):
             there |= changes[low]
             total = tuple(math.fsum(column) for column in zip(*there.values(), strict=True))
-            normaliser = self._rules.weighting.normaliser(total) if total else 0.0
+            normaliser = part.rules.weighting.normaliser(total) if total else 0.0
             found.append((slice(low - part.start, high - part.start), normaliser))
         return found
 

@@ -18,6 +18,7 @@ import torch
 from hivemind.p2p import PeerID
 
 from peers.closing import ClosingTimes, last_seconds, longest_seconds
+from peers.codecs import Codec
 from peers.contribution import Outgoing, SentPart
 from peers.line import RateMeter
 from peers.messages import (
@@ -96,7 +97,6 @@ class Round:
         self._contribution = contribution
         self._call_reducer = call_reducer
         self._times, self._rules, self._on_arrival = times, rules, on_arrival
-        self._codec = rules.codec_of(plan.members[own_index])
         self._brings_nothing = plan.members[own_index].auxiliary
         self._last_seconds = last_seconds(times.deadline_seconds, len(plan.groups))
         self.lossy: list[SentPart] = []
@@ -343,15 +343,17 @@ class Round:
             yield part
 
     async def _parts_for(self, share: Share) -> AsyncIterator[Part]:
-        codec = self._codec
+        own = self.plan.members[self.own_index]
         self._handing_over += 1
         try:
             for part, (start, stop) in enumerate(share.parts):
-                if not self._rules.total_weight(self.plan.members[self.own_index], start, stop):
+                rules = self._rules.at(self.plan, start)
+                codec = rules.codec_of(own)
+                if not rules.total_weight(own, start, stop):
                     yield Part(PartHeader(group_id=self.plan.group_id, part=part), b"")  # known to be zeros
                     continue
                 try:
-                    body = await off_loop(stop - start, self._encode, start, stop)
+                    body = await off_loop(stop - start, self._encode, codec, start, stop)
                 except ValueError:
                     return  # not finite: the reducer goes on without us, and still gives us its averages
                 if not codec.lossless:
@@ -362,8 +364,8 @@ class Round:
         finally:
             self._handing_over -= 1
 
-    def _encode(self, start: int, stop: int) -> bytes | memoryview:
-        return self._codec.encode(self._contribution.part(start, stop))
+    def _encode(self, codec: Codec, start: int, stop: int) -> bytes | memoryview:
+        return codec.encode(self._contribution.part(start, stop))
 
     async def _sums_for(self, parts: Sequence[int]) -> AsyncIterator[Part]:
         for number in parts:
@@ -390,7 +392,7 @@ class Round:
             if not included:
                 raise InvalidPart("an average of nobody")
             start, stop = share.parts[header.part]
-            codec, size = self._rules.answer_codec, stop - start
+            codec, size = self._rules.at(self.plan, start).answer_codec, stop - start
             values = await off_loop(size, decode_values, codec, message.body, size, MAX_ABSOLUTE_AVERAGE)
             self.bytes_received += len(message.body)
             self.meter.came(asyncio.get_running_loop().time(), len(message.body))

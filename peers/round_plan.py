@@ -88,6 +88,8 @@ class RoundPlan:
     tick: int
     fragment: int
     size: int
+    parameters: int
+    """The first of its elements; the others are running statistics. No part has elements of both."""
     members: tuple[GroupMember, ...]
     groups: tuple[tuple[int, ...], ...]
     shares: tuple[Share, ...]
@@ -121,12 +123,15 @@ def plan_round(
     members: Sequence[GroupMember],
     target_group_size: int,
     part_elements: int,
+    parameters: int | None = None,
 ) -> RoundPlan:
     """The plan that every member makes.
 
     :param size: elements of the fragment
+    :param parameters: the first of them, without running statistics; all of them if it is not given
     :param part_elements: no part has more
     """
+    parameters = size if parameters is None else parameters
     ordered = tuple(sorted(members, key=lambda member: (member.auxiliary, member.peer_id.to_bytes())))
     groups, reducers = _divide(ordered, target_group_size)
     speeds = _speeds(ordered)
@@ -136,10 +141,17 @@ def plan_round(
         tick=tick,
         fragment=fragment,
         size=size,
+        parameters=parameters,
         members=ordered,
         groups=groups,
         shares=tuple(
-            Share(reducers=row, parts=_parts(borders[position], borders[position + 1], part_elements, len(row)))
+            Share(
+                reducers=row,
+                parts=(
+                    *_parts(borders[position], min(borders[position + 1], parameters), part_elements, len(row)),
+                    *_parts(max(borders[position], parameters), borders[position + 1], part_elements, len(row)),
+                ),
+            )
             for position, row in enumerate(reducers)
         ),
     )

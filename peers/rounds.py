@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,9 @@ from peers.contributed import note_contributed
 from peers.contribution import Outgoing
 from peers.fragment_state import FragmentState
 from peers.grouping import AWAKE_SECONDS, FragmentMatchmaking, GroupSearch, NodeAsDHT
+from peers.known_line import keep_line
 from peers.ledger import Counts, PendingSpan
-from peers.line import CodecName, LineRate, LineUse, announced_megabits, limiting, line_use
+from peers.line import ROUND_TRIPS, CodecName, LineRate, LineUse, announced_megabits, limiting, line_use
 from peers.lineage import held_again
 from peers.messages import Average, AveragedPart, Part
 from peers.outer import build_outer_optimizer
@@ -282,6 +284,7 @@ class RoundKeeper:
             tick=brought.tick,
             fragment=state.index,
             size=state.size,
+            parameters=state.parameters,
             members=members,
             target_group_size=self._run.manifest.averaging.target_group_size,
             part_elements=max(1, self._run.manifest.averaging.part_bytes // 4),
@@ -425,10 +428,14 @@ class RoundKeeper:
         """The average, who is in it, and what our own averages left out of it. :raises _Lost: :raises RoundVoid:"""
         moved = [self._rules.transfer_bytes(member, state.size) for member in plan.members]
         transfer_bytes = max(moved)
+        announced = announced_seconds(zip(moved, (member.kilobits_per_second for member in plan.members), strict=True))
+        usual = self._round_times.expected_seconds(transfer_bytes)
+        if usual is None:  # rounds that were seen had their latency in them
+            announced += ROUND_TRIPS * self._run.clock.round_trip_seconds
         times = closing_times(
             self._arrival_times.expected_seconds(transfer_bytes),
-            self._round_times.expected_seconds(transfer_bytes),
-            announced_seconds(zip(moved, (member.kilobits_per_second for member in plan.members), strict=True)),
+            usual,
+            announced,
             self._run.schedule.cycle_seconds,
         )
 
@@ -474,11 +481,15 @@ class RoundKeeper:
     def _note_rate(self, plan: RoundPlan, measured: LineRate) -> None:
         """What a round's traffic says of our line, and what we make of it."""
         self._run.link_rate.note(measured)
+        round_trip = self._run.clock.round_trip_seconds
         if not self._may_skip_rounds:
             return
         own = self._run.p2p.peer_id
         others_kilobits = sum(member.kilobits_per_second for member in plan.members if member.peer_id != own)
-        rate = limiting(measured, self._run.link_rate.rate, others_kilobits).at_most(self._run.allowance.rate)
+        known = self._run.link_rate.rate
+        keep_line(self._run.settings.run_directory, replace(known, round_trip_seconds=round_trip), time.time())
+        rate = limiting(measured, known, others_kilobits).at_most(self._run.allowance.rate)
+        rate = replace(rate, round_trip_seconds=round_trip)
 
         def use(codec: str) -> LineUse:
             return line_use(

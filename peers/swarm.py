@@ -45,7 +45,9 @@ from peers.door import (
     wait_for_answer,
 )
 from peers.fragment_state import FragmentState
+from peers.known_line import known_line
 from peers.life import BIRTH, Life, State
+from peers.line import LinkRate
 from peers.messages import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from peers.pipe import (
     BeginTraining,
@@ -293,6 +295,7 @@ class Swarm:
             training=self._training,
             tasks=self._tasks,
             life=self._life,
+            link_rate=LinkRate(known_line(settings.run_directory, time.time())),
             allowance=Allowance(
                 settings.traffic_path,
                 time.time,

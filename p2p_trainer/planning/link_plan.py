@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 from dht_config.manifest import RunManifest
@@ -19,7 +20,9 @@ def plan_line(link: Link, manifest: RunManifest, layout: FragmentLayout) -> tupl
     """(cadence, codec, why). Unless the run leaves the codec to its peers it is the run's, alike for all."""
     of_run = manifest.averaging.codec
     rate = LineRate(
-        up=link.up / 8 if link.up is not None else math.inf, down=link.down / 8 if link.down is not None else math.inf
+        up=link.up / 8 if link.up is not None else math.inf,
+        down=link.down / 8 if link.down is not None else math.inf,
+        round_trip_seconds=link.round_trip_seconds,
     )
     use = partial(_line_use, manifest, layout)
     codec: str = of_run
@@ -30,6 +33,9 @@ def plan_line(link: Link, manifest: RunManifest, layout: FragmentLayout) -> tupl
         return 1, codec, [f"The line is not measured yet: every round until rounds show otherwise; {codec} ({whose})."]
     cadence = use(codec).least_cadence(rate)
     reasons = [f"{_line_in_words(link)}: {_OFTEN[cadence]}, {codec} ({whose})."]
+    near = use(codec).least_cadence(replace(rate, round_trip_seconds=0.0))
+    if near < cadence:
+        reasons.append(f"Nearer than {link.round_trip_seconds:.2g} s to the others it would be {_OFTEN[near]}.")
     most = CADENCES[-1]
     if (share := use(codec).share(rate, most)) > SHARE_OF_LINE:
         way, bits_per_second = _bottleneck(use(codec), rate, most)
@@ -62,10 +68,11 @@ def _bottleneck(use: LineUse, rate: LineRate, cadence: int) -> tuple[str, float]
 
 
 def _line_in_words(link: Link) -> str:
+    before = " (as rounds measured it before)" if link.remembered else ""
     if link.up == link.down and link.up is not None:
-        return f"{bits(link.up)} each way"
+        return f"{bits(link.up)} each way{before}"
     ways = (("up", link.up), ("down", link.down))
-    return ", ".join(f"{bits(rate)} {way}" for way, rate in ways if rate is not None)
+    return ", ".join(f"{bits(rate)} {way}" for way, rate in ways if rate is not None) + before
 
 
 def bits(rate: float) -> str:

@@ -16,7 +16,7 @@ from p2p_trainer.modes import LocalMode, Mode
 from p2p_trainer.planning.compute import in_dtype
 from p2p_trainer.planning.plan import batch_for, lr_factor_for
 from p2p_trainer.planning.plan_facts import Link, Plan, SwarmFacts
-from p2p_trainer.planning.planner import Planner, machine_of, model_of, wishes_of
+from p2p_trainer.planning.planner import Planner, machine_of, model_of, tries_compiling, wishes_of
 from p2p_trainer.planning.probe import Prober, saves_host_memory
 from p2p_trainer.planning.probe_cache import ProbeCache, default_cache_directory
 from p2p_trainer.planning.reality import RealityWatch
@@ -27,6 +27,7 @@ from p2p_trainer.throughput import paced_rate, return_freed_memory
 from p2p_trainer.training import LeaveFlag
 from p2p_trainer.view import LiveView
 from peers.fragments import FragmentLayout
+from peers.line import LineRate
 
 
 @dataclass(kw_only=True)
@@ -47,6 +48,8 @@ class OwnPlan:
     view: LiveView
     metrics: MetricsWriter
     leave: LeaveFlag
+    line: LineRate
+    """As an earlier start measured it."""
 
     def make(self, prober: Prober, hardware: Hardware) -> Plan:
         """Measure this machine as far as the plan wants it, and tell what it will do. :raises PlanError:"""
@@ -60,7 +63,14 @@ class OwnPlan:
             manifest=self.manifest,
             task_version=self.task.version,
             model=model_of(self.model, self.manifest, self.device, settings.strategy),
-            machine=machine_of(self.device, hardware, settings.memory_bytes, settings.emulate),
+            machine=machine_of(
+                self.device,
+                hardware,
+                settings.memory_bytes,
+                settings.emulate,
+                self.manifest.averaging.mode,
+                settings.compute_dtype,
+            ),
             hardware=hardware,
             threads=settings.threads,
             seed=self.seed,
@@ -68,9 +78,11 @@ class OwnPlan:
             cache=ProbeCache(default_cache_directory(), self.view.status),
             alive=alive,
             say=self.view.status,
+            compile=tries_compiling(self.device, self.manifest, settings),
         )
         allowed = settings.up_bytes_per_second
-        link = Link(up=8 * allowed if allowed is not None else None)
+        known = self.line.at_most(LineRate(up=allowed)) if allowed is not None else self.line
+        link = Link.of(known)
         plan = self._planner.plan(link, SwarmFacts(), wishes_of(settings))
         self.metrics.write("plan", **plan.to_json())
         for line in plan.in_two_lines():

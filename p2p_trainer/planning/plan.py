@@ -24,10 +24,11 @@ from dht_config.errors import PlanError, UsageError
 from dht_config.manifest import RunManifest
 from p2p_trainer.machine_checks import PROCESSES_BYTES, need_of
 from p2p_trainer.machines import memory_text
+from p2p_trainer.planning.compiled import FASTER
 from p2p_trainer.planning.link_plan import plan_line
 from p2p_trainer.planning.plan_facts import NO_WISHES, Link, Machine, Measurement, Model, Plan, SwarmFacts, Wishes
 from p2p_trainer.strategies import PARTIAL, StrategyName, fixed_bytes
-from p2p_trainer.throughput import MemoryLine, choose, memory_line
+from p2p_trainer.throughput import MemoryLine, Throughput, choose, memory_line
 from peers.fragments import FragmentLayout
 
 FIT = 0.9
@@ -130,15 +131,19 @@ def plan(
     if chosen is None:
         raise _nothing_fits(machine, candidates, wishes)
     micro_batch, rate, why_micro_batch = _micro_batch(machine, manifest, chosen, wishes)
+    compiled, why_compiled = _compiled(machine, manifest, model, chosen, micro_batch, rate, wishes)
+    rate = compiled.samples_per_second if compiled is not None else rate
     cadence, codec, why_line = plan_line(link, manifest, layout)
     batch_size, why_batch = batch_for(manifest, rate, cadence, wishes)
-    micro_batch = min(micro_batch, batch_size)
+    if micro_batch > batch_size:
+        micro_batch, compiled, why_compiled = batch_size, None, []
     reasons = [
         _why_strategy(machine, chosen, candidates, micro_batch, layout, wishes),
         *why_micro_batch,
         *why_batch,
         *why_line,
         *_why_dtype(machine),
+        *why_compiled,
         *_why_swarm(swarm),
     ]
     return Plan(
@@ -151,6 +156,7 @@ def plan(
         cadence=cadence,
         codec=codec,
         compute_dtype=machine.compute_dtype,
+        compiled=compiled is not None,
         samples_per_second=rate,
         predicted_bytes=chosen.peak_bytes(micro_batch) if chosen.line is not None else None,
         program_bytes=machine.program_bytes,
@@ -309,6 +315,34 @@ def _micro_batch(
     return min(micro_batch, manifest.inner_optimizer.batch_size), rate, reasons
 
 
+def _compiled(
+    machine: Machine,
+    manifest: RunManifest,
+    model: Model,
+    chosen: Candidate,
+    micro_batch: int,
+    rate: float | None,
+    wishes: Wishes,
+) -> tuple[Throughput | None, list[str]]:
+    """What compiled steps make, if they are to be made, and why or why not where it was tried."""
+    measurement = chosen.measurement
+    if measurement is None or wishes.compile is False or chosen.strategy != "full":
+        return None, []
+    found = measurement.compiled
+    if found is None or found.micro_batch != micro_batch or rate is None:
+        return None, [measurement.compiling] if measurement.compiling else []
+    times = found.samples_per_second / rate
+    if times < FASTER:
+        return None, [f"torch.compile is not used: it makes {times:.2f} times the samples."]
+    everything = frozenset(range(model.layout.num_fragments))
+    fixed = fixed_bytes(chosen.strategy, model.layout, everything, manifest.inner_optimizer, model.facts).device_bytes
+    peak = chosen.step_bytes + max(0, (found.peak_bytes or 0) - fixed)
+    budget = machine.budget_bytes
+    if budget is not None and peak - chosen.program_bytes > FIT * (budget - chosen.program_bytes):
+        return None, [f"torch.compile is not used: it would take {memory_text(peak)}."]
+    return found, [f"torch.compile makes {_speed(found.samples_per_second)}, {times:.2f} times as many."]
+
+
 def _why_strategy(
     machine: Machine,
     chosen: Candidate,
@@ -396,7 +430,7 @@ def lr_factor_for(manifest: RunManifest, batch_size: int) -> float:
 
 
 def _why_dtype(machine: Machine) -> list[str]:
-    return [] if machine.compute_dtype == "float32" else [f"Computes in {machine.compute_dtype}: this device has it."]
+    return [] if machine.compute_dtype == "float32" else [f"Computes in {machine.compute_dtype}."]
 
 
 def _why_swarm(swarm: SwarmFacts) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from p2p_trainer.planning.compute import ComputeDtype
 from p2p_trainer.strategies import STRATEGIES, ModelFacts, StrategyName
 from p2p_trainer.throughput import Stopped, Throughput
 from peers.fragments import FragmentLayout
-from peers.line import CadenceValue
+from peers.line import CadenceValue, LineRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,10 @@ class Measurement:
     stopped: Stopped | None
     failure: str = ""
     """Why it ended early, for a person; empty where it did not."""
+    compiled: Throughput | None = None
+    """Of steps in compiled code, at the best of the micro-batches."""
+    compiling: str = ""
+    """What became of torch.compile where it gave nothing to measure, as a sentence; empty where it was not tried."""
     killed: bool = False
     """Somebody killed it, mostly the kernel for want of memory: which may have been others' want, and is not kept."""
     program_bytes: int | None = None
@@ -71,6 +76,21 @@ class Link:
 
     up: float | None = None
     down: float | None = None
+    round_trip_seconds: float = 0.0
+    """To another peer and back; 0: not measured."""
+    remembered: bool = False
+    """It is what an earlier start measured."""
+
+    @classmethod
+    def of(cls, known: LineRate, *, up: float | None = None, down: float | None = None) -> Link:
+        """:param known: from an earlier start; :param up: what a person says, or leaves of it; so with ``down``"""
+        measured = {name: 8 * rate for name, rate in (("up", known.up), ("down", known.down)) if math.isfinite(rate)}
+        said = {name: rate for name, rate in (("up", up), ("down", down)) if rate is not None}
+        return cls(
+            **{**measured, **said},
+            round_trip_seconds=known.round_trip_seconds,
+            remembered=bool(measured.keys() - said.keys()),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +103,8 @@ class SwarmFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
     """What a volunteer decided; None leaves it to the plan."""
+
+    compile: bool | None = None
 
     micro_batch: int | None = None
     batch_size: int | None = None
@@ -111,6 +133,8 @@ class Plan:
     """Rounds of a fragment from one that this peer takes part in to the next; 1 until a line is measured."""
     codec: str
     compute_dtype: ComputeDtype
+    compiled: bool
+    """Steps are made in code of torch.compile."""
     samples_per_second: float | None
     """Alone; None if it was not measured."""
     predicted_bytes: int | None
@@ -138,6 +162,7 @@ class Plan:
             "batch_size": self.batch_size,
             "lr_factor": self.lr_factor,
             "compute_dtype": self.compute_dtype,
+            "compiled": self.compiled,
             "samples_per_second": self.samples_per_second,
             "predicted_bytes": self.predicted_bytes,
             "program_bytes": self.program_bytes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import psutil
 import torch
@@ -18,7 +19,8 @@ from torch import nn
 from dht_config.errors import UsageError
 from dht_config.manifest import RunManifest
 from p2p_trainer.hardware import Hardware
-from p2p_trainer.planning.compute import compute_dtype_of
+from p2p_trainer.planning.compiled import why_not_compile
+from p2p_trainer.planning.compute import ComputeDtype, compute_dtype_of
 from p2p_trainer.planning.plan import plan, probe_budget, trained_in_probe
 from p2p_trainer.planning.plan_facts import Link, Machine, Measurement, Model, Plan, SwarmFacts, Wishes
 from p2p_trainer.planning.probe import Prober, ProbeRequest
@@ -48,6 +50,8 @@ class Planner:
     cache: ProbeCache
     alive: Callable[[float], None]
     say: Callable[[str], None]
+    compile: bool = False
+    """Whether to try torch.compile, where everything is trained on the device."""
     keys: dict[StrategyName, str] = field(default_factory=dict)
     """Of what was asked of the cache."""
 
@@ -82,11 +86,12 @@ class Planner:
             cores=self.hardware.limits.cores,
             threads=self.threads,
         )
-        if (known := self.cache.read(key)) is not None and known.holds_for(budget):
+        compile = self.compile and strategy == "full"
+        if (known := self.cache.read(key)) is not None and known.holds_for(budget, compile=compile):
             return known.measurement
         with self.cache.lock(lambda: self.alive(0.0)):
             # Somebody may have measured the same while we waited.
-            if (known := self.cache.read(key)) is not None and known.holds_for(budget):
+            if (known := self.cache.read(key)) is not None and known.holds_for(budget, compile=compile):
                 return known.measurement
             measurement = self.prober.measure(
                 ProbeRequest(
@@ -98,6 +103,7 @@ class Planner:
                     threads=self.threads,
                     seed=self.seed,
                     budget_bytes=budget,
+                    compile=compile,
                 ),
                 self.alive,
             )
@@ -112,6 +118,7 @@ class Planner:
 def wishes_of(settings: PeerSettings) -> Wishes:
     """What of a plan a person decided."""
     return Wishes(
+        compile=settings.compile,
         micro_batch=settings.micro_batch,
         batch_size=settings.batch,
         strategy=settings.strategy,
@@ -119,12 +126,34 @@ def wishes_of(settings: PeerSettings) -> Wishes:
     )
 
 
-def machine_of(device: torch.device, hardware: Hardware, limit_bytes: int | None, emulate: float | None) -> Machine:
+def tries_compiling(device: torch.device, manifest: RunManifest, settings: PeerSettings) -> bool:
+    """Whether torch.compile is measured here: not for whoever is slowed down, or never steps an optimizer."""
+    useful = settings.emulate is None and manifest.averaging.mode == "local"
+    return useful and not why_not_compile(device, settings.compile)
+
+
+def machine_of(
+    device: torch.device,
+    hardware: Hardware,
+    limit_bytes: int | None,
+    emulate: float | None,
+    mode: Literal["local", "gradient"] = "local",
+    dtype: ComputeDtype | None = None,
+) -> Machine:
     """The machine as a plan sees it before anything is measured.
 
     :param limit_bytes: of the device's memory, what a person lets this peer take at most
     :param emulate: samples a second that a person slows it down to
+    :param mode: of the run
+    :param dtype: that a person chose
+
+    :raises UsageError: float16 was chosen for a run on averaged gradients
     """
+    if dtype == "float16" and mode == "gradient":
+        raise UsageError(
+            "--compute-dtype: float16 scales gradients, and this run averages them as they are.",
+            "Leave --compute-dtype out, or choose float32 or bfloat16.",
+        )
     own = own_bytes()
     budget = hardware.device.free_bytes
     host_budget = None
@@ -139,7 +168,7 @@ def machine_of(device: torch.device, hardware: Hardware, limit_bytes: int | None
         device=str(device),
         budget_bytes=budget,
         host_budget_bytes=host_budget,
-        compute_dtype=compute_dtype_of(device),
+        compute_dtype=dtype or compute_dtype_of(device, mode),
         emulated_samples_per_second=emulate,
     )
 

@@ -35,6 +35,7 @@ from dht_config.manifest import InnerOptimizerSection, RunManifest
 from p2p_trainer.devices import pick_device, set_thread_count
 from p2p_trainer.hardware import anonymous_bytes, data_bytes
 from p2p_trainer.inner_optimizer import build_inner_optimizer
+from p2p_trainer.planning.compiled import COMPILE_SECONDS, measure_compiled
 from p2p_trainer.planning.compute import ComputeDtype, in_dtype
 from p2p_trainer.planning.plan_facts import Measurement
 from p2p_trainer.strategies import StrategyName, build_strategy, facts_of, fixed_bytes
@@ -44,6 +45,7 @@ from p2p_trainer.throughput import (
     MemoryGauge,
     Stopped,
     Throughput,
+    choose,
     is_out_of_memory,
     measure_micro_batches,
     return_freed_memory,
@@ -56,6 +58,10 @@ SILENCE_SECONDS = 300.0
 """A probe that says nothing for so long hangs: it speaks between micro-batches, and a slow machine needs minutes for
 one of a large model."""
 BEAT_SECONDS = 0.1
+COMPILED_STEPS_SECONDS = 2.0
+"""For steps in compiled code and others by turns."""
+COMPILING_SILENCE_SECONDS = COMPILE_SECONDS + 60.0
+"""A probe that says nothing of torch.compile for so long hangs; what it measured before counts."""
 JOIN_SECONDS = 1.0
 SLACK_BYTES = 32 * 1024 * 1024
 """Of a CPU's probe beyond its budget before an allocation is refused: stacks of threads, and what malloc holds back."""
@@ -77,6 +83,8 @@ class ProbeRequest:
     budget_bytes: int | None
     """What training may hold of the device's memory; None for no limit."""
     limit_seconds: float = 4.0
+    compile: bool = False
+    """Then measure the best micro-batch in compiled code as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,19 @@ class _Loaded:
     """Everything but a model."""
 
     held_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """Everything else is measured; whatever becomes of this, it counts."""
+
+    stopped: Stopped
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    measured: Throughput | None
+    why_not: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +134,7 @@ class Prober:
         """
         results: list[Throughput] = []
         share, program_bytes = 0.0, None
+        compiled = _Compiled(None, "")
         try:
             self._pipe.send(request)
             while True:
@@ -126,6 +148,8 @@ class Prober:
                     results.append(message)
                 elif isinstance(message, _Loaded):
                     program_bytes = message.held_bytes
+                elif isinstance(message, _Compiled):
+                    compiled = message
                 else:
                     break
         except (EOFError, OSError):
@@ -143,6 +167,8 @@ class Prober:
             failure=message.failure,
             killed=message.killed,
             program_bytes=program_bytes,
+            compiled=compiled.measured if compiled.measured is not None and compiled.measured.makes_sense() else None,
+            compiling=compiled.why_not,
         )
 
     def close(self) -> None:
@@ -184,15 +210,18 @@ def _relay(request: ProbeRequest, pipe: Connection) -> None:
         _probe(request, ours, own)
     ours.close()
     ended: _Ended | None = None
+    compiling: _Compiling | None = None
     hangs = False
     try:
         while ended is None:
-            if not theirs.poll(SILENCE_SECONDS):
+            if not theirs.poll(SILENCE_SECONDS if compiling is None else COMPILING_SILENCE_SECONDS):
                 hangs = True
                 break
             message = theirs.recv()
             if isinstance(message, _Ended):
                 ended = message
+            elif isinstance(message, _Compiling):
+                compiling = message
             else:
                 pipe.send(message)
     except EOFError:
@@ -203,6 +232,9 @@ def _relay(request: ProbeRequest, pipe: Connection) -> None:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    if ended is None and compiling is not None:
+        pipe.send(_Compiled(None, "torch.compile took too long." if hangs else "torch.compile broke its process."))
+        ended = _Ended(compiling.stopped)
     if ended is None:
         ended = _ending(status, hangs=hangs)
     pipe.send(ended)
@@ -282,21 +314,39 @@ def _measured(request: ProbeRequest, pipe: Connection) -> _Ended:
             raise
         return _Ended("memory")
     use = fixed_bytes(request.strategy, layout, request.trained, manifest.inner_optimizer, facts)
-    return _Ended(
-        measure_micro_batches(
+    measured: list[Throughput] = []
+
+    def report(one: Throughput) -> None:
+        measured.append(one)
+        pipe.send(one)
+
+    stopped = measure_micro_batches(
+        task,
+        strategy.model,
+        strategy.optimizer,
+        manifest.inner_optimizer,
+        report,
+        seed=request.seed,
+        gauge=gauge,
+        fixed_bytes=use.device_bytes,
+        budget_bytes=request.budget_bytes,
+        limit_seconds=request.limit_seconds,
+        alive=alive,
+    )
+    if request.compile and measured:
+        pipe.send(_Compiling(stopped))
+        found = measure_compiled(
             task,
             strategy.model,
             strategy.optimizer,
             manifest.inner_optimizer,
-            pipe.send,
+            choose(measured),
             seed=request.seed,
             gauge=gauge,
-            fixed_bytes=use.device_bytes,
-            budget_bytes=request.budget_bytes,
-            limit_seconds=request.limit_seconds,
-            alive=alive,
+            limit_seconds=COMPILED_STEPS_SECONDS,
         )
-    )
+        pipe.send(_Compiled(*found))
+    return _Ended(stopped)
 
 
 def saves_host_memory(strategy: StrategyName, device: torch.device) -> bool:

@@ -59,9 +59,13 @@ class Entry:
     drifted: bool = False
     """Reality has been seen to differ."""
 
-    def holds_for(self, budget_bytes: int | None) -> bool:
-        """Whether nothing else would come of measuring again, with a budget of now."""
-        if self.drifted:
+    def holds_for(self, budget_bytes: int | None, *, compile: bool = False) -> bool:
+        """Whether nothing else would come of measuring again, with a budget of now.
+
+        :param compile: torch.compile is to be tried
+        """
+        tried = self.measurement.compiled is not None or self.measurement.compiling
+        if self.drifted or (compile and not tried):
             return False
         if self.measurement.stopped != "memory" or self.budget_bytes is None:
             return True
@@ -182,6 +186,8 @@ def _to_json(entry: Entry) -> dict[str, Any]:
         "format": FORMAT,
         "results": [asdict(one) for one in entry.measurement.results],
         "stopped": entry.measurement.stopped,
+        "compiled": asdict(entry.measurement.compiled) if entry.measurement.compiled is not None else None,
+        "compiling": entry.measurement.compiling,
         "program_bytes": entry.measurement.program_bytes,
         "budget_bytes": entry.budget_bytes,
         "drifted": entry.drifted,
@@ -195,8 +201,17 @@ def _from_json(row: Mapping[str, Any]) -> Entry:
         raise ValueError("of another format")
     if not (results or row["stopped"] == "memory") or not all(one.makes_sense() for one in results):
         raise ValueError("figures that nobody can have measured")
+    compiled = Throughput(**row["compiled"]) if row.get("compiled") is not None else None
+    if compiled is not None and not compiled.makes_sense():
+        raise ValueError("figures that nobody can have measured")
     return Entry(
-        measurement=Measurement(results=results, stopped=row["stopped"], program_bytes=_size(row["program_bytes"])),
+        measurement=Measurement(
+            results=results,
+            stopped=row["stopped"],
+            program_bytes=_size(row["program_bytes"]),
+            compiled=compiled,
+            compiling=str(row.get("compiling", "")),
+        ),
         budget_bytes=_size(row["budget_bytes"]),
         drifted=bool(row["drifted"]),
     )

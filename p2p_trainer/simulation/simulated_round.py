@@ -123,10 +123,10 @@ class _Play:
         self.plan, self.participants, self.rules = plan, participants, rules
         self.flows = tuple(MemberFlow() for _ in plan.members)
         codecs = [rules.codec_of(member) for member in plan.members]
-        of_codec = {codec: [_encoded_bytes(share, codec) for share in plan.shares] for codec in set(codecs)}
+        of_codec = {codec: [_encoded_bytes(plan, share, codec) for share in plan.shares] for codec in set(codecs)}
         self.contribution_bytes = [of_codec[codec] for codec in codecs]
         """Of each member, for each share."""
-        self.answer_bytes = [_encoded_bytes(share, rules.answer_codec) for share in plan.shares]
+        self.answer_bytes = [_encoded_bytes(plan, share, rules.answer_codec) for share in plan.shares]
         # A contribution goes out to all reducers at once over one line, and all averages come over one.
         self.sends, self.takes = [0] * len(self.flows), [0] * len(self.flows)
         for number, share in enumerate(plan.shares):
@@ -258,8 +258,8 @@ class _Play:
                 flow.fail(reduced.reducer, max(there.stops_seconds, member.ready_seconds))
 
 
-def _encoded_bytes(share: Share, codec: Codec) -> int:
-    return sum(codec.encoded_bytes(stop - start) for start, stop in share.parts)
+def _encoded_bytes(plan: RoundPlan, share: Share, codec: Codec) -> int:
+    return sum((codec if start < plan.parameters else PLAIN).encoded_bytes(stop - start) for start, stop in share.parts)
 
 
 def _crossing_seconds(one: Participant, other: Participant) -> float:

@@ -238,6 +238,7 @@ class Ticks:
             tick=tick.number,
             fragment=tick.fragment,
             size=averaging.sizes[tick.fragment],
+            parameters=averaging.parameters[tick.fragment],
             members=[one.member for one in members],
             target_group_size=averaging.target_group_size,
             part_elements=averaging.part_elements,

@@ -27,6 +27,8 @@ class SwarmModel:
     schedule: Schedule
     sizes: tuple[int, ...]
     """Elements of each fragment."""
+    parameters: tuple[int, ...]
+    """How many of them are parameters."""
     rules: Rules
     averaging: AveragingSection
     lead_seconds: float
@@ -38,13 +40,17 @@ class SwarmModel:
     """Whether the DHT can give everybody's records to anybody."""
 
     @classmethod
-    def of(cls, manifest: RunManifest, sizes: Sequence[int], **others: Any) -> SwarmModel:
+    def of(
+        cls, manifest: RunManifest, sizes: Sequence[int], parameters: Sequence[int] | None = None, **others: Any
+    ) -> SwarmModel:
+        """:param parameters: of each fragment, where not all of its elements are"""
         averaging = manifest.averaging
         return cls(
             schedule=Schedule(
                 start_seconds=0.0, tick_seconds=manifest.run.tick_seconds, fragments=manifest.run.fragments
             ),
             sizes=tuple(sizes),
+            parameters=tuple(parameters or sizes),
             rules=Rules(
                 codec=None if averaging.codec == "auto" else get_codec(averaging.codec),
                 answer_codec=get_codec(averaging.answer_codec),

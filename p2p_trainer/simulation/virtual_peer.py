@@ -16,17 +16,17 @@ import torch
 
 from dht_config.manifest import RunManifest
 from p2p_trainer.modes import LocalMode
+from p2p_trainer.running_statistics import averaged
 from p2p_trainer.session import make_initial_bases
 from p2p_trainer.simulation.simulated_peer import MadeBase, SimulatedPeer
 from p2p_trainer.simulation.simulated_round import RoundFlow
 from p2p_trainer.strategies import build_strategy
-from p2p_trainer.target import trainable
 from p2p_trainer.tasks import Task
 from peers.arena import SharedArena
 from peers.codecs import Codec
 from peers.contribution import SentPart
 from peers.fragment_state import FragmentState
-from peers.fragments import FragmentLayout, load_fragment
+from peers.fragments import FragmentLayout
 from peers.ledger import Ledger, PendingSpan
 from peers.lineage import Claim
 from peers.outer import OuterOptimizer, build_outer_optimizer
@@ -72,7 +72,7 @@ class TrainedWork:
 
     def __init__(self, run: TrainedRun, own_id: bytes, data_seed: int) -> None:
         model = copy.deepcopy(run.model)
-        parameters = trainable(model)
+        values = averaged(model)
         section = run.manifest.inner_optimizer
         strategy = build_strategy("full", model, run.layout, section, torch.device("cpu"), frozenset())
         self._arena = SharedArena.create(run.layout.num_elements, run.outer.states)
@@ -85,7 +85,7 @@ class TrainedWork:
             section.batch_size,
             data_seed,
         )
-        metas = make_initial_bases(parameters, run.layout, self._arena)
+        metas = make_initial_bases(values, run.layout, self._arena)
         self.holdings = []
         for index, meta in enumerate(metas):
             state = FragmentState(index, run.layout, self._arena)
@@ -104,11 +104,6 @@ class TrainedWork:
                 self.losses.append(loss)
             self.steps += 1
         return self.samples - before
-
-    def load_base(self, parameters: Mapping[str, torch.nn.Parameter], layout: FragmentLayout) -> None:
-        """Copy this peer's base into a model."""
-        for holding in self.holdings:
-            load_fragment(parameters, layout, holding.state.index, holding.state.base)
 
 
 class TrainedHolding:
@@ -242,7 +237,8 @@ async def _reduced(rules: Rules, plan: RoundPlan, flow: RoundFlow, holdings: Seq
                 for part, (start, stop) in enumerate(share.parts):
                     values = holdings[index].values[start:stop]
                     if index != own:
-                        values = holdings[index].sent(start, stop, rules.codec_of(plan.members[index]), lossy[index])
+                        codec = rules.at(plan, start).codec_of(plan.members[index])
+                        values = holdings[index].sent(start, stop, codec, lossy[index])
                     await reducer.add(index, part, values)
         for source, reducer in reducers.items():
             for root, parts in reducer.rooted.items():

@@ -30,13 +30,13 @@ from p2p_trainer.rehearsal.rehearse import RehearseOptions, find_manifest
 from p2p_trainer.rehearsal.rehearsed_peer import PeerRecord, PlayedLife
 from p2p_trainer.rehearsal.report import RehearsedRun, Report, build_report
 from p2p_trainer.rehearsal.scene import Life, Scene
+from p2p_trainer.running_statistics import load_model
 from p2p_trainer.simulation.simulated_peer import SimulatedPeer
 from p2p_trainer.simulation.simulated_swarm import SimulatedSwarm
 from p2p_trainer.simulation.simulated_world import SwarmModel
 from p2p_trainer.simulation.virtual_peer import TrainedRun, TrainedWork, average_of
-from p2p_trainer.target import layout_of, manifest_target, trainable
+from p2p_trainer.target import layout_of, manifest_target
 from p2p_trainer.tasks import Batch, mean_loss
-from peers.fragments import load_fragment
 
 EVALUATIONS = 20
 HELD_OUT_SAMPLES = 512
@@ -119,8 +119,9 @@ class VirtualRehearsal:
         self._run_id = run_id(manifest, task.version)
         with torch.device("meta"):
             layout = layout_of(task.build_model(), manifest)
-        sizes = [layout.size(fragment) for fragment in range(layout.num_fragments)]
-        model = SwarmModel.of(manifest, sizes)
+        fragments = range(layout.num_fragments)
+        sizes = [layout.size(fragment) for fragment in fragments]
+        model = SwarmModel.of(manifest, sizes, [layout.parameters_of(fragment) for fragment in fragments])
         self._run = TrainedRun.of(manifest, task, layout, model.rules, scene.seed)
         self._records = {peer.name: _Record() for peer in scene.peers}
         self.held_out: list[tuple[float, int, float]] = []
@@ -208,9 +209,8 @@ class VirtualRehearsal:
         if not there or not self._batches:
             return
         best = max(there, key=lambda peer: peer.lineage_samples)
-        parameters = trainable(self._run.model)
-        for fragment, holding in enumerate(self._works[best.name].holdings):
-            load_fragment(parameters, self._run.layout, fragment, holding.state.base)
+        base = torch.cat([holding.state.base for holding in self._works[best.name].holdings])
+        load_model(self._run.model, self._run.layout, base)
         loss = mean_loss(self._task, self._run.model, self._batches)
         self.held_out.append((self.swarm.world.now, best.lineage_samples, loss))
         self._note(self.swarm.world.now, best, "eval", {"samples": HELD_OUT_SAMPLES, "loss": loss})

@@ -69,6 +69,8 @@ class MemoryStrategy(Protocol):
     def rebase(self, fragment: int, base: Tensor, reference: Tensor, *, pending: bool) -> None:
         """Move a fragment onto a new base: local values become ``base + (local values - reference)``.
 
+        Running statistics stay as they are, unless the fragment becomes the base.
+
         :param pending: see ``load``; without it a fragment that is not trained becomes the base
         """
 

@@ -22,7 +22,7 @@ class ModelFacts:
     """What the layout does not say of a model."""
 
     other_bytes: int
-    """Of buffers, and of parameters that the task does not train."""
+    """Of buffers, and of parameters that the task does not train. Running statistics count here, and as elements."""
     largest_block_elements: int
     """Of the block with most parameters; of the largest parameter where there are no blocks."""
 

@@ -5,7 +5,8 @@ with gradients and optimizer state; the others are bfloat16 and have neither. A 
 two pieces, so what is trained is exactly the fragment, and the rest of the tensor cannot move.
 
 A fragment that stops being trained has work that is in no base yet. Its float32 values are kept in host memory until
-nothing of it is pending any more; the model reads them rounded. A sparse codec leaves most of a contribution where it
+nothing of it is pending any more; the model reads them rounded. Running statistics are the model's own buffers, trained
+or not. A sparse codec leaves most of a contribution where it
 came from, to be sent once the fragment is trained again: then they are kept until that turn, and the plan counts them.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from dht_config.manifest import InnerOptimizerSection
 from p2p_trainer.inner_optimizer import build_inner_optimizer
+from p2p_trainer.running_statistics import forbid_negative_variances, statistics_of
 from p2p_trainer.strategies.base import StrategyName
 from p2p_trainer.strategies.frozen import (
     FROZEN_DTYPE,
@@ -99,9 +101,11 @@ class PartialModel:
         parameters = {path: parameter for path, parameter in model.named_parameters() if parameter.requires_grad}
         places = holders(model, parameters)
         for path, shape in zip(layout.names, layout.shapes, strict=True):
-            self._weights[path] = _Weight(shape, places[path])
+            if path in parameters:
+                self._weights[path] = _Weight(shape, places[path])
         for fragment, own in enumerate(self._fragments):
-            own.extend(_Piece(segment, fragment) for segment in layout.segments(fragment))
+            segments = (segment for segment in layout.segments(fragment) if segment.name in parameters)
+            own.extend(_Piece(segment, fragment) for segment in segments)
             for piece in own:
                 self._weights[piece.segment.name].pieces.append(piece)
         for path, weight in self._weights.items():
@@ -121,8 +125,20 @@ class PartialModel:
         if (kept := self._kept.get(fragment)) is not None:
             out.copy_(kept)
             return
+        self._copy_out(fragment, out)
+
+    def _copy_out(self, fragment: int, out: Tensor) -> None:
         for piece in self._fragments[fragment]:
             out[_within(piece)].copy_(piece.elements.detach().reshape(-1))
+        for segment, buffer in self._statistics(fragment):
+            out[segment.fragment_start : segment.fragment_start + segment.length].copy_(buffer.reshape(-1))
+
+    def _statistics(self, fragment: int) -> list[tuple[Segment, Tensor]]:
+        layout = self._layout
+        if layout.parameters_of(fragment) == layout.size(fragment):
+            return []
+        buffers = statistics_of(self.model, layout)
+        return [(segment, buffers[segment.name]) for segment in layout.segments(fragment) if segment.name in buffers]
 
     def load(self, fragment: int, values: Tensor, *, pending: bool = False) -> None:
         if any(piece.elements.is_pinned() for piece in self._fragments[fragment]):
@@ -130,6 +146,11 @@ class PartialModel:
             torch.cuda.current_stream(self._device).synchronize()
         for piece in self._fragments[fragment]:
             piece.elements.detach().view(-1).copy_(values[_within(piece)])
+        for segment, buffer in self._statistics(fragment):
+            own = values[segment.fragment_start : segment.fragment_start + segment.length]
+            buffer.copy_(own.view(buffer.shape))
+        if self._layout.statistics:
+            forbid_negative_variances(self.model)
         self._kept.pop(fragment, None)
         if pending and fragment not in self.trained:
             self._kept[fragment] = values.clone()
@@ -141,7 +162,9 @@ class PartialModel:
                 progress = local.to(device="cpu", dtype=torch.float32, copy=True).sub_(reference[where])
                 local.copy_(progress.add_(base[where]))
         elif pending and (kept := self._kept.get(fragment)) is not None:
-            self.load(fragment, kept.sub_(reference).add_(base), pending=True)
+            stepped = slice(self._layout.parameters_of(fragment))
+            kept[stepped].sub_(reference[stepped]).add_(base[stepped])
+            self.load(fragment, kept, pending=True)
         else:
             self.load(fragment, base)
 
@@ -160,8 +183,7 @@ class PartialModel:
             raise ValueError(f"values: none for the fragments {missing}, which are held in low precision")
         for fragment in stopping:
             self._kept[fragment] = torch.empty(self._layout.size(fragment))
-            for piece in self._fragments[fragment]:
-                self._kept[fragment][_within(piece)].copy_(piece.elements.detach().reshape(-1))
+            self._copy_out(fragment, self._kept[fragment])
         self.trained = fragments
         states = dict(self.optimizer.state)
         del self.optimizer  # with the state of what stops, before anything new is there

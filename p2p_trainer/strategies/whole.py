@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from p2p_trainer.running_statistics import forbid_negative_variances, statistics_of
 from p2p_trainer.strategies.base import StrategyName
 from peers.fragments import FragmentLayout, gather_fragment, load_fragment, shift_fragment
 
@@ -31,10 +32,12 @@ class WholeModel:
         self._layout = layout
 
     def snapshot(self, fragment: int, out: Tensor) -> None:
-        gather_fragment(self.parameters, self._layout, fragment, out)
+        gather_fragment(self._values(), self._layout, fragment, out)
 
     def load(self, fragment: int, values: Tensor, *, pending: bool = False) -> None:
-        load_fragment(self.parameters, self._layout, fragment, values)
+        load_fragment(self._values(), self._layout, fragment, values)
+        if self._layout.statistics:
+            forbid_negative_variances(self.model)
 
     def rebase(self, fragment: int, base: Tensor, reference: Tensor, *, pending: bool) -> None:
         shift_fragment(self.parameters, self._layout, fragment, base, reference)
@@ -48,3 +51,6 @@ class WholeModel:
         for fragment, out in copies.items():
             self.snapshot(fragment, out)
         return copies
+
+    def _values(self) -> dict[str, Tensor]:
+        return {**self.parameters, **statistics_of(self.model, self._layout)}

@@ -41,6 +41,9 @@ class Task(Protocol):
     def build_model(self) -> nn.Module:
         """Build the untrained model: float32, on the CPU, initialised from torch's global generator.
 
+        What travels is what takes gradients and the persistent buffers of floating-point numbers. Parameters that are
+        frozen must be the same at every build, as from a file.
+
         Raises ManifestError if ``[model]`` describes no model.
         """
 

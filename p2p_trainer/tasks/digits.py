@@ -21,7 +21,8 @@ from torch.nn import functional
 from dht_config.errors import DataError
 from p2p_trainer.tasks.base import Batch, Indices, is_held_out, parse_section, shuffled_batches
 
-PIXELS = 64
+EDGE = 8
+PIXELS = EDGE * EDGE
 CLASSES = 10
 HELD_OUT_FRACTION = 0.15
 
@@ -33,6 +34,8 @@ class DigitsModel(BaseModel):
 
     hidden_sizes: tuple[Annotated[int, Field(strict=True, ge=1, le=65_536)], ...] = (64,)
     """Widths of the hidden layers, from the image to the answer; empty for a linear classifier."""
+    channels: tuple[Annotated[int, Field(strict=True, ge=1, le=4096)], ...] = ()
+    """Of 3 x 3 convolutions before the hidden layers, each with batch normalisation; empty for none."""
 
 
 class DigitsData(BaseModel):
@@ -53,7 +56,7 @@ class _Images:
 
 
 class DigitsTask:
-    """Classify 8 x 8 images of digits with a multi-layer perceptron."""
+    """Classify 8 x 8 images of digits with a multi-layer perceptron, with or without convolutions before it."""
 
     name = "digits"
     version = 1
@@ -63,8 +66,14 @@ class DigitsTask:
         self._model = model
 
     def build_model(self) -> nn.Module:
-        sizes = [PIXELS, *self._model.hidden_sizes, CLASSES]
         layers: list[nn.Module] = []
+        channels = [1, *self._model.channels]
+        if self._model.channels:
+            layers.append(nn.Unflatten(1, (1, EDGE, EDGE)))
+            for inputs, outputs in pairwise(channels):
+                layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+            layers.append(nn.Flatten())
+        sizes = [channels[-1] * PIXELS, *self._model.hidden_sizes, CLASSES]
         for inputs, outputs in pairwise(sizes):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         return nn.Sequential(*layers[:-1])

@@ -30,6 +30,7 @@ from rich.table import Table
 
 from dht_config.manifest import InnerOptimizerSection
 from p2p_trainer.hardware import resident_bytes
+from p2p_trainer.running_statistics import trainable
 from p2p_trainer.strategies import (
     PARTIAL,
     STRATEGIES,
@@ -43,7 +44,6 @@ from p2p_trainer.strategies.checkpointing import checkpoint_blocks
 from p2p_trainer.strategies.host_optimizer import HostOptimizer
 from p2p_trainer.strategies.partial import PartialModel
 from p2p_trainer.strategies.whole import WholeModel
-from p2p_trainer.target import trainable
 from p2p_trainer.tasks import Task, load_task
 from p2p_trainer.throughput import inner_step
 from peers.fragments import FragmentLayout, cut

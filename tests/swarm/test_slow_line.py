@@ -34,5 +34,12 @@ def test_a_slow_line_takes_part_in_every_fourth_round_and_holds_nobody_up(swarm:
     # Rounds that the slow one skips are held by the other two.
     assert [event for event in one.rounds(group=2, after=began) if event["group_size"] == 2]
     swarm.wait_averaged(slow, rounds=2)
-    assert_digests_agree(one, other, slow)
+    # It comes back, and begins as its line was found to be.
+    assert slow.end() == 0
+    again = swarm.join("slow", bootstrap.invite, 20)
+    swarm.wait_averaged(again, rounds=1)
+    (plan,) = again.events("plan")
+    assert plan["cadence"] == 4 and "as rounds measured it before" in " ".join(plan["reasons"])
+    assert again.rounds()[0]["cadence"] == 4
+    assert_digests_agree(one, other, slow, again)
     assert_no_traceback(*swarm.peers)

@@ -16,10 +16,11 @@ from peers.contribution import Outgoing, SentPart
 from peers.ledger import PendingSpan
 from peers.line import CodecName
 from peers.messages import Average, Part
-from peers.reducer import Rules
+from peers.reducer import BY_SAMPLES, Rules
 from peers.residual import AverageResidual
 from peers.round import Round, RoundResult, RoundVoid
 from peers.round_plan import GroupMember, RoundPlan, plan_round
+from peers.weighting import Weighting
 
 GROUP_ID = b"a group of this test"
 PATIENT_SECONDS = 20.0
@@ -89,6 +90,7 @@ class Network:
     codec: str = "float32"
     """Empty if each member has its own."""
     answer_codec: str = "float32"
+    weighting: Weighting = BY_SAMPLES
     residuals: dict[int, AverageResidual] = field(default_factory=dict)
     lossy: dict[int, list[SentPart]] = field(default_factory=dict)
     """By member: what a lossy codec made of its contribution."""
@@ -160,6 +162,7 @@ def hold(network: Network, contributions: Sequence[torch.Tensor]) -> list[RoundR
                 Rules(
                     codec=get_codec(network.codec) if network.codec else None,
                     answer_codec=get_codec(network.answer_codec),
+                    weighting=network.weighting,
                 ),
                 residual=network.residuals.setdefault(index, AverageResidual()).of,
             )

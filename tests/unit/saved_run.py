@@ -11,8 +11,9 @@ from dht_config.identity import load_or_create_organiser_key
 from dht_config.manifest import RunManifest, parse_manifest
 from dht_config.records import SignedManifest, sign_manifest
 from p2p_trainer.checkpoint import save_checkpoint
+from p2p_trainer.running_statistics import averaged
 from p2p_trainer.session import make_initial_bases
-from p2p_trainer.target import layout_of, manifest_target, trainable
+from p2p_trainer.target import layout_of, manifest_target
 from peers.arena import SharedArena
 from peers.ledger import Ledger
 from peers.outer import NO_HISTORY, base_digest, build_outer_optimizer
@@ -62,7 +63,7 @@ def save_run(directory: Path, text: str, version: int = 7, **meta: Any) -> tuple
     model = target.task.build_model()
     layout = layout_of(model, manifest)
     arena = SharedArena.create(layout.num_elements, build_outer_optimizer(manifest.outer_optimizer).states)
-    first = make_initial_bases(trainable(model), layout, arena)
+    first = make_initial_bases(averaged(model), layout, arena)
     signed = sign(directory, manifest, [meta.digest for meta in first], target.task.version)
     arena.base.add_(0.05 * torch.randn(layout.num_elements))
     fragments = []

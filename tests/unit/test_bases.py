@@ -23,7 +23,7 @@ from peers.clock import Schedule
 from peers.fragment_state import FragmentState
 from peers.fragments import FragmentLayout
 from peers.ledger import Counts, Ledger
-from peers.line import LinkRate
+from peers.line import LineRate, LinkRate
 from peers.lineage import Claim
 from peers.messages import BaseAnswer, BasePieceHeader, BaseRequest
 from peers.outer import NO_HISTORY, base_digest
@@ -76,7 +76,7 @@ class Peer:
         self.fragments = tuple(FragmentState(index, LAYOUT, arena) for index in range(2))
         run = SimpleNamespace(
             fragments=self.fragments,
-            clock=SimpleNamespace(now=lambda: swarm.now, passed=lambda: swarm.now),
+            clock=SimpleNamespace(now=lambda: swarm.now, passed=lambda: swarm.now, round_trip_seconds=0.0),
             node=SimpleNamespace(protocol=SimpleNamespace(wait_timeout=3.0)),
             settings=SimpleNamespace(role="training"),
             signed_manifest=SimpleNamespace(initial_digests=(bytes(32), bytes(32))),
@@ -85,7 +85,7 @@ class Peer:
             training=SimpleNamespace(send=self.told.append, begun=None),
             own_id=self.id.to_bytes(),
             link_rate=LinkRate(),
-            allowance=SimpleNamespace(is_used_up=False),
+            allowance=SimpleNamespace(is_used_up=False, rate=LineRate()),
         )
         presence = SimpleNamespace(
             view=SimpleNamespace(

@@ -49,6 +49,8 @@ COMMANDS = {
         "--batch",
         "--strategy",
         "--train-fragments",
+        "--compute-dtype",
+        "--compile",
         "--upload-limit",
         "--daily-traffic",
         "--allow-files",
@@ -63,7 +65,16 @@ COMMANDS = {
     "doctor": {"target", "--dir", "--settings", "--host", "--port", "--peer", "--device", "--wait-seconds"}
     | {"--allow-files", "--json", "--verbose", "-v"},
     "plan": {"target", "--memory", "--up", "--down", "--device", "--threads", "--micro-batch", "--batch"}
-    | {"--strategy", "--train-fragments", "--settings", "--peer", "--wait-seconds", "--allow-files"}
+    | {
+        "--strategy",
+        "--train-fragments",
+        "--compute-dtype",
+        "--compile",
+        "--settings",
+        "--peer",
+        "--wait-seconds",
+        "--allow-files",
+    }
     | {"--json", "--verbose", "-v"},
     "rehearse": {"--peers", "--seconds", "--run", "--json", "--html", "--dir", "--keep", "--verbose", "-v"}
     | {"run", "--scene", "--churn", "--minutes", "--seed", "--simulate", "--virtual-time"},

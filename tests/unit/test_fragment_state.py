@@ -193,6 +193,7 @@ def plan_of(peers: Sequence[Peer]) -> RoundPlan:
         tick=next(ticks),
         fragment=0,
         size=SIZE,
+        parameters=SIZE,
         members=members,
         groups=(everybody,),
         shares=(),

@@ -52,6 +52,15 @@ def test_a_line_that_carries_every_round_takes_part_in_all() -> None:
     assert USE.least_cadence(LineRate(up=100.0 / SHARE_OF_LINE, down=100.0 / SHARE_OF_LINE)) == 1
 
 
+def test_a_far_peer_takes_part_less_often_where_cycles_are_short_and_its_line_is_not_busier_for_it() -> None:
+    short = replace(USE, cycle_seconds=2.0)
+    fast = LineRate(up=1e6, down=1e6)
+    cadences = [short.least_cadence(replace(fast, round_trip_seconds=seconds)) for seconds in (0.0, 0.5, 0.6, 1.2, 9.0)]
+    assert cadences == [1, 1, 2, 4, 4], "three round trips, of 80 % of a cycle"
+    assert short.share(replace(fast, round_trip_seconds=9.0), 1) == short.share(fast, 1)
+    assert replace(USE, cycle_seconds=60.0).least_cadence(replace(fast, round_trip_seconds=9.0)) == 1
+
+
 def test_a_skipped_round_costs_a_base_on_the_way_down_before_the_next() -> None:
     assert USE.least_cadence(LineRate(up=124.0, down=124.0)) == 4, "half of (100 + 200) is more than 100"
     assert USE.least_cadence(LineRate(up=124.0, down=1000.0)) == 2, "nothing more goes up"

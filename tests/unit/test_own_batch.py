@@ -56,6 +56,7 @@ def test_fewer_samples_a_step_weigh_less_and_more_than_the_runs_are_not_believed
 
 
 def test_a_loss_in_bfloat16_is_near_the_one_in_float32_and_its_gradients_are_float32() -> None:
+    torch.manual_seed(0)
     _, task, model = digits()
     batch = next(task.batches(0, 16))
     assert compute_dtype_of(CPU) == "float32" and in_dtype(task, CPU, "float32") is task

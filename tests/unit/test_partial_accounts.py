@@ -123,6 +123,7 @@ class Alone:
             tick=self.ticks,
             fragment=fragment,
             size=state.size,
+            parameters=state.size,
             members=(member,),
             groups=((0,),),
             shares=(),

@@ -17,6 +17,7 @@ from p2p_trainer.planning.plan_facts import NO_WISHES, Link, Machine, Measuremen
 from p2p_trainer.strategies import STRATEGIES, ModelFacts, StrategyName, fixed_bytes
 from p2p_trainer.throughput import Throughput
 from peers.fragments import cut
+from peers.line import LineRate
 
 MEGABYTE = 10**6
 PARAMETERS = 10 * MEGABYTE
@@ -98,6 +99,35 @@ def test_with_memory_to_spare_everything_is_kept_and_the_smallest_good_micro_bat
     assert chosen.samples_per_second == 96.0
     assert chosen.predicted_bytes == pytest.approx((550 + 130 + 160 + 4 * 200) * MEGABYTE)
     assert "within 5 % of the best (8: 100 samples/s)" in chosen.reasons[1]
+
+
+def compiled_full(times: float, micro_batch: int = 1, extra_megabytes: int = 0, why: str = "") -> Measurement:
+    """Of a machine that makes 10 samples/s, and so many times as many in compiled code."""
+    best = FULL.results[0]
+    found = replace(
+        best,
+        micro_batch=micro_batch,
+        samples_per_second=times * best.samples_per_second,
+        peak_bytes=(best.peak_bytes or 0) + extra_megabytes * MEGABYTE,
+    )
+    return replace(FULL, compiled=None if why else found, compiling=why)
+
+
+def test_compiled_code_is_for_those_who_are_faster_with_it_by_a_twentieth() -> None:
+    chosen = made(machine(10_000, full=compiled_full(1.3)))
+    assert chosen.compiled and chosen.samples_per_second == 13.0
+    assert "torch.compile makes 13 samples/s, 1.30 times as many." in chosen.reasons
+    for measured, said in (
+        (compiled_full(1.04), "torch.compile is not used: it makes 1.04 times the samples."),
+        (compiled_full(1.3, extra_megabytes=10_000), "torch.compile is not used: it would take"),
+        (compiled_full(1.3, why="torch.compile took too long."), "torch.compile took too long."),
+    ):
+        plain = made(machine(10_000, full=measured))
+        assert not plain.compiled and plain.samples_per_second == 10.0
+        assert any(reason.startswith(said) for reason in plain.reasons), plain.reasons
+    assert not made(machine(10_000, full=compiled_full(1.3, micro_batch=2))).compiled, "it was measured at another size"
+    assert not made(machine(10_000, full=compiled_full(1.3)), wishes=Wishes(compile=False)).compiled
+    assert not made(machine(10_000, full=compiled_full(1.3)), wishes=Wishes(micro_batch=4)).compiled
 
 
 def test_a_larger_micro_batch_that_pays_is_not_taken_if_it_does_not_fit() -> None:
@@ -274,6 +304,16 @@ def test_where_no_cadence_is_enough_the_reason_says_what_would_be() -> None:
     assert chosen.cadence == 4
     said = " ".join(chosen.reasons)
     assert "Even that is too often" in said and "1.25 Mbit/s up" in said and "codec int8" in said
+
+
+def test_what_rounds_measured_before_is_said_to_be_that_and_distance_counts() -> None:
+    known = LineRate(up=1e7, down=1e7)
+    chosen = made(machine(10_000, full=FULL), Link.of(known))
+    assert chosen.cadence == 1
+    assert any("80 Mbit/s each way (as rounds measured it before): every round" in one for one in chosen.reasons)
+    far = made(machine(10_000, full=FULL), Link.of(replace(known, round_trip_seconds=30.0)))
+    assert far.cadence > 1
+    assert any("Nearer than 30 s to the others it would be every round" in one for one in far.reasons)
 
 
 @pytest.mark.parametrize(("megabits", "codec"), [(100, "int8"), (0.7, "int4"), (0.05, "sparse")])

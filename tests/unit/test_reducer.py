@@ -73,6 +73,7 @@ def reducer_of(
         tick=0,
         fragment=0,
         size=ranges[-1][1],
+        parameters=ranges[-1][1],
         members=tuple(
             GroupMember(
                 peer_id=PeerID(bytes([index]) * 34),

@@ -477,3 +477,19 @@ def test_gradients_that_are_averaged_are_the_same_with_activations_computed_agai
         mode.step(0, 2, lambda: None)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(twin.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("task_name", "name", "trained"), CHOICES)
+def test_a_newcomer_begins_at_the_base_that_it_fetched_bit_for_bit(
+    task_name: str, name: str, trained: frozenset[int]
+) -> None:
+    """Not at the values that its own model was built with; what is frozen begins rounded."""
+    _, section, layout, _, model = setting(task_name, trained)
+    strategy = built(name, model, layout, section, trained)
+    fetched = torch.randn(layout.num_elements)
+    for fragment in range(layout.num_fragments):
+        strategy.load(fragment, fetched[layout.slice(fragment)])
+    for fragment, now in enumerate(values(strategy, layout)):
+        base = fetched[layout.slice(fragment)]
+        assert torch.equal(now, base if fragment in strategy.trained else base.bfloat16().float())
+    assert not strategy.optimizer.state_dict()["state"]

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from dht_config.errors import DataError, InviteError, ManifestError
+from dht_config.errors import DataError, FingerprintError, InviteError, ManifestError
+from dht_config.identity import load_or_create_organiser_key
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest, run_id
-from p2p_trainer.target import check_model, layout_of, read_target, trainable
+from dht_config.records import SignedManifest, sign_manifest
+from p2p_trainer.running_statistics import trainable
+from p2p_trainer.target import check_model, layout_of, read_target, refuse_another_layout, refuse_random_frozen
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"
 INVITE = Invite(run_id="tiny-0123456789abcdef", organiser_public_key=bytes(range(32)), addresses=(ADDRESS,))
@@ -140,3 +143,41 @@ def test_only_what_takes_gradients_is_cut() -> None:
     model[0].requires_grad_(False)
     assert list(trainable(model)) == ["1.weight", "1.bias"]
     assert layout_of(model, read_target("digits").manifest).num_elements == 20
+
+
+def frozen(*layers: int, random: bool = False) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in layers:
+        model[layer].requires_grad_(False)
+        if not random:
+            nn.init.constant_(model[layer].weight, 0.5)
+            nn.init.constant_(model[layer].bias, 0.5)
+    return model
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused_at_once() -> None:
+    manifest = read_target("digits").manifest
+    with pytest.raises(ManifestError, match="nothing to train"):
+        check_model(manifest, OneTask(lambda: frozen(0, 1)))
+
+
+def test_a_manifest_knows_what_is_trained_and_one_from_before_says_nothing(tmp_path: Path) -> None:
+    manifest = read_target("digits").manifest
+    ours, theirs = layout_of(frozen(0), manifest), layout_of(frozen(1), manifest)
+    assert ours.num_elements == theirs.num_elements and ours.digest != theirs.digest
+    key = load_or_create_organiser_key(tmp_path / "organiser.key")
+    for digest in (ours.digest, None):
+        signed = sign_manifest(key, manifest, 1, [bytes(32)] * 2, digest)
+        again = SignedManifest.from_payload(signed.to_payload())
+        again.verify(key.public_key)
+        refuse_another_layout(again, ours)
+        if again.layout_digest is not None:
+            with pytest.raises(FingerprintError, match="not the run's: its task trains 20 values in 2 tensors"):
+                refuse_another_layout(again, theirs)
+
+
+def test_frozen_values_must_be_the_same_at_every_build() -> None:
+    for build in (lambda: frozen(), lambda: frozen(0)):
+        refuse_random_frozen(OneTask(build), build())
+    with pytest.raises(ManifestError, match=r"freezes 0.weight, which begins with other values"):
+        refuse_random_frozen(OneTask(lambda: frozen(0, random=True)), frozen(0, random=True))
