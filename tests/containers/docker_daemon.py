@@ -19,6 +19,8 @@ COMPOSE_NAMES = {"bootstrap": "p2p-trainer-bootstrap", "volunteer": "p2p-trainer
 """What that file calls the images."""
 PROJECT = "p2p-trainer"
 START_SECONDS = 60.0
+END_SECONDS = 10.0
+"""Docker 20.10 ends its containerd first, and may then wait for it for minutes; nothing of it runs any more by then."""
 COPY_SECONDS = 300.0
 COMPOSE_SECONDS = 300.0
 
@@ -103,7 +105,7 @@ class Docker:
     def _end(self) -> None:
         self._daemon.terminate()
         try:
-            self._daemon.wait(START_SECONDS)
+            self._daemon.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self._daemon.kill()
             self._daemon.wait()
