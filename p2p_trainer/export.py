@@ -31,7 +31,7 @@ from dht_config.records import SignedManifest, software_version
 from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, read_checkpoint
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.model_card import Library, model_card
-from p2p_trainer.run_directory import METRICS_NAME, SIGNED_MANIFEST_NAME
+from p2p_trainer.run_files import METRICS_NAME, SIGNED_MANIFEST_NAME
 from p2p_trainer.running_statistics import load_model
 from p2p_trainer.target import Target, checked_manifest, layout_of
 from p2p_trainer.tasks import Task

@@ -9,7 +9,7 @@ from pathlib import Path
 from dht_config.address import parse_address
 from dht_config.errors import InviteError, UsageError
 from dht_config.invite import MAX_ADDRESSES, Invite
-from p2p_trainer.run_directory import INVITE_NAME
+from p2p_trainer.run_files import INVITE_NAME
 
 _SPAN = re.compile(r"(\d{1,4})([hdw])", re.ASCII)
 _SECONDS = {"h": 3600, "d": 86400, "w": 7 * 86400}

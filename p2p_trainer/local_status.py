@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2p_trainer.run_directory import LOCK_NAME, METRICS_NAME, STATE_NAME
+from p2p_trainer.run_files import LOCK_NAME, METRICS_NAME, STATE_NAME
 from peers.life import BIRTH, State
 from peers.silence import is_stopped
 

@@ -15,14 +15,10 @@ from dht_config.errors import DirectoryError, RecordError
 from dht_config.identity import Identity, OrganiserKey, load_or_create_identity, load_or_create_organiser_key
 from dht_config.records import SignedManifest
 from p2p_trainer.limits import nearest_existing
+from p2p_trainer.run_files import INVITE_NAME, LOCK_NAME, METRICS_NAME, SIGNED_MANIFEST_NAME, STATE_NAME
 from peers.daemon import make_socket_directory
 from peers.notes import write_note
 
-SIGNED_MANIFEST_NAME = "manifest.signed"
-STATE_NAME = "state.json"
-METRICS_NAME = "metrics.jsonl"
-INVITE_NAME = "invite"
-LOCK_NAME = "lock"
 LOCK_PATIENCE_SECONDS = 1.0
 """``status --local`` holds the lock of a directory for an instant, to see whether somebody does."""
 

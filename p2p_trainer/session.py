@@ -44,7 +44,8 @@ from p2p_trainer.planning.compute import in_dtype
 from p2p_trainer.planning.own_plan import OwnPlan
 from p2p_trainer.planning.plan_facts import Plan
 from p2p_trainer.planning.probe import Prober, start_prober
-from p2p_trainer.run_directory import SIGNED_MANIFEST_NAME, RunDirectory
+from p2p_trainer.run_directory import RunDirectory
+from p2p_trainer.run_files import SIGNED_MANIFEST_NAME
 from p2p_trainer.running_statistics import averaged, trainable
 from p2p_trainer.serving import Door
 from p2p_trainer.settings import PeerSettings, default_data_directory

@@ -23,7 +23,7 @@ from dht_config.manifest import (
 from dht_config.records import SignedManifest, software_version
 from dht_config.versions import install_command, other_protocol
 from p2p_trainer.invites import door_of
-from p2p_trainer.run_directory import INVITE_NAME
+from p2p_trainer.run_files import INVITE_NAME
 from p2p_trainer.running_statistics import running_statistics, trainable
 from p2p_trainer.tasks import Task, load_task
 from peers.fragments import FragmentLayout, cut

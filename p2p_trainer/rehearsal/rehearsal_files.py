@@ -19,6 +19,8 @@ def check_report_path(path: Path | None, option: str) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if _is_special(path):
+            return
         temporary.touch()
         temporary.unlink()
     except OSError as error:
@@ -43,15 +45,23 @@ def make_directory(path: Path | None) -> Path:
 
 
 def write_report(path: Path, content: str, option: str) -> None:
-    """Whole or not at all. Raises: DirectoryError."""
+    """Whole or not at all; into a device or a pipe as it comes. Raises: DirectoryError."""
     temporary = _temporary(path)
     try:
+        if _is_special(path):
+            path.write_text(content, encoding="utf-8")
+            return
         temporary.write_text(content, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
         raise _not_writable(path, option, error) from error
+
+
+def _is_special(path: Path) -> bool:
+    """Such as /dev/stdout or /dev/null: a file in its place would be the end of it."""
+    return path.exists() and not path.is_file()
 
 
 def _temporary(path: Path) -> Path:

@@ -6,6 +6,7 @@ asks for; wheels are collected with this machine's pip. So no registry of images
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dht_config.records import software_version
 
@@ -32,6 +34,10 @@ BUILD_SECONDS = 1500.0
 POLL_SECONDS = 0.3
 
 Result = TypeVar("Result")
+
+
+class UnavailableError(Exception):
+    """What containers need of this machine is not to be had, which is no fault of ours."""
 
 
 def missing() -> str:
@@ -64,11 +70,26 @@ def wait_until(condition: Callable[[], Result], what: str, seconds: float) -> Re
     return result
 
 
+def events_in(metrics: str, kind: str) -> list[dict[str, Any]]:
+    """Of one kind, in what a peer has written down; the last line may be half written."""
+    found = [json.loads(line) for line in metrics.splitlines() if line.endswith("}")]
+    return [event for event in found if event["event"] == kind]
+
+
+def rounds_with_others(metrics: str, after: float = 0.0) -> list[dict[str, Any]]:
+    """A peer's committed rounds of more than itself. :param after: unix seconds"""
+    rounds = [event for event in events_in(metrics, "round") if event["outcome"] == "committed"]
+    return [event for event in rounds if event["group_size"] > 1 and event["time"] > after]
+
+
 # ------------------------------------------------------------------------ images
 
 
 def build(work: Path) -> dict[str, float]:
-    """Make the base if it is not here, and build both images; returns how long each part took, in seconds."""
+    """Make the base if it is not here, and build both images; returns how long each part took, in seconds.
+
+    :raises UnavailableError: no base can be made, or no container be started
+    """
     times = {}
     began = time.monotonic()
 
@@ -88,8 +109,14 @@ def build(work: Path) -> dict[str, float]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if run("podman", "image", "exists", BASE, check=False).returncode:
-        _make_base(work / "base")
+    try:
+        if run("podman", "image", "exists", BASE, check=False).returncode:
+            _make_base(work / "base")
+        working_options()
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        collecting.kill()
+        collecting.wait()
+        raise UnavailableError(str(error)) from error
     lap("base")
     said, _ = collecting.communicate(timeout=BUILD_SECONDS)
     assert collecting.returncode == 0, said[-4000:]
@@ -98,7 +125,7 @@ def build(work: Path) -> dict[str, float]:
         # chroot: needs no privileges that a container of its own would not have. docker: the format with health checks.
         run(
             *("buildah", "bud", "--layers", "--isolation", "chroot", "--format", "docker", "--target", target),
-            *("--build-arg", "WHEELS=wheels", "--build-arg", f"VERSION={VERSION}", "-t", name),
+            *("--build-arg", "WHEELS=wheels", "-t", name),
             *("-f", str(context / "docker/Dockerfile"), str(context)),
             seconds=BUILD_SECONDS,
         )
@@ -141,7 +168,7 @@ class Engine:
 
     def __init__(self) -> None:
         self._prefix = f"p2p-trainer-test-{os.getpid()}"
-        self._runtime, self._limits = _working_options()
+        self._runtime, self._limits = working_options()
         self._containers: list[str] = []
         self._volumes: list[str] = []
         run("podman", "network", "create", self._prefix)
@@ -196,7 +223,8 @@ class Engine:
         return f"{self._prefix}-{name}"
 
 
-def _working_options() -> tuple[tuple[str, ...], tuple[str, ...]]:
+@cache
+def working_options() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(of podman, of its ``run``): what containers start with here. Inside a container podman may not raise limits."""
     limits = ("--ulimit", "nofile=4096:4096", "--ulimit", "nproc=4096:4096")
     failures = []

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import Peer, Swarm, assert_digests_agree, assert_no_traceback
+from harness import START_SECONDS, Peer, Swarm, assert_digests_agree, assert_no_traceback
 
 from dht_config.errors import ExitCode
 from dht_config.identity import load_or_create_identity
 from dht_config.invite import Invite
-from p2p_trainer.checkpoint import load_checkpoint
+from p2p_trainer.archive import Archive
+from p2p_trainer.checkpoint import load_checkpoint, read_checkpoint
 
 pytestmark = pytest.mark.swarm
 
@@ -107,6 +108,36 @@ def test_peers_whose_disks_fill_up_or_turn_read_only_train_on(
     assert fixed.checkpoint.read_bytes() == kept[fixed]
     assert full.checkpoint_meta()["samples"] == full.events("leave")[0]["processed_samples"]
     assert_digests_agree(healthy, full, fixed)
+    assert_no_traceback(*swarm.peers)
+
+
+def test_a_door_whose_disk_fills_up_serves_on_and_keeps_the_snapshots_it_has(tiny_disk: Path, swarm: Swarm) -> None:
+    door = ("bootstrap", str(swarm.manifest), "--dir", str(tiny_disk / "door"), "--host", "127.0.0.1", "--plain")
+    often = ("--snapshot-versions", "1", "--snapshot-keep", "2", "--checkpoint-seconds", "1")
+    bootstrap = swarm.run("door", *door, *often, directory=tiny_disk / "door")
+    swarm.wait_until((bootstrap.directory / "invite").exists, "it is open", START_SECONDS)
+    invite = (bootstrap.directory / "invite").read_text().strip()
+    archive = Archive(bootstrap.directory / "archive", 1, 2)
+    first, second = swarm.join("first", invite, 80), swarm.join("second", invite, 40)
+    swarm.wait_averaged(first, second)
+    swarm.wait_until(lambda: len(archive.versions()) > 2, "it keeps snapshots", START_SECONDS)
+
+    filler = fill(tiny_disk)
+    swarm.wait_said(bootstrap, "Serving goes on, but version", "is not in the archive", "Free some space")
+    kept = archive.versions()
+    assert kept and all(read_checkpoint(archive.path(version)).tensors["base"].isfinite().all() for version in kept)
+    # It is killed in that state, and comes back where there is room: the same door, with the same archive.
+    bootstrap.crash()
+    filler.unlink()
+    killed = time.time()
+    again = swarm.run("door", *door, *often, directory=bootstrap.directory)
+    swarm.wait_joined(again)
+    assert again.peer_id == bootstrap.peer_id
+    swarm.wait_until(lambda: max(archive.versions()) > max(kept), "it goes on with its archive", START_SECONDS)
+    assert min(archive.versions()) == min(kept)
+    swarm.wait_averaged(first, second, after=killed)
+    assert set(swarm.leave_all().values()) == {0}
+    assert_digests_agree(first, second, again)
     assert_no_traceback(*swarm.peers)
 
 

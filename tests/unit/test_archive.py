@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,33 @@ def test_a_killed_save_leaves_nothing_that_counts(tmp_path: Path) -> None:
     assert archive.versions() == []
     save(archive, 4)
     assert [path.name for path in archive.directory.iterdir()] == ["version-0000000004.safetensors"]
+
+
+SAVER = """
+import itertools, sys, torch
+from pathlib import Path
+from p2p_trainer.archive import Archive
+archive = Archive(Path(sys.argv[1]), every=1, newest=3)
+for version in itertools.count(max(archive.versions(), default=0) + 1):
+    archive.save(version, torch.full((1_000_000,), float(version)), {"version": version})
+    print(version, flush=True)
+"""
+
+
+def test_who_is_killed_while_it_saves_loses_no_snapshot_that_it_had(tmp_path: Path) -> None:
+    archive = Archive(tmp_path / "archive", every=1, newest=3)
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", SAVER, str(archive.directory)], stdout=subprocess.PIPE) as saver:
+            assert saver.stdout is not None
+            saved = [int(saver.stdout.readline()) for _ in range(5)]
+            while not list(archive.directory.glob("checkpoint.tmp/*")):
+                assert saver.poll() is None
+            saver.kill()
+            saved += [int(line) for line in saver.stdout]
+        kept = archive.versions()
+        assert kept[0] == 1 and set(kept) >= {version for version in saved if saved[-1] - version < 2}
+        for version in kept:
+            assert float(read_checkpoint(archive.path(version)).tensors["base"].mean()) == version
 
 
 def test_where_it_cannot_be_written_the_others_stay_and_the_next_slot_tries_again(tmp_path: Path) -> None:

@@ -80,3 +80,12 @@ def test_joining_by_an_expired_invite_is_refused_before_anything_is_written(tmp_
     assert result.exit_code == int(ExitCode.INVITE)
     assert "good until 2001-09-09" in result.stderr and "new one" in result.stderr
     assert not (tmp_path / "peer").exists()
+
+
+def test_joining_by_an_invite_of_another_version_says_so_in_one_line(tmp_path: Path) -> None:
+    theirs = door(0, "203.0.113.7").encode().replace("p2pt1", "p2pt9", 1)
+    result = CliRunner().invoke(app, ["join", theirs, "--dir", str(tmp_path / "peer"), "--plain"])
+    assert result.exit_code == int(ExitCode.INVITE)
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("p2p-trainer: "))
+    assert "version 9" in line and "Update p2p-trainer" in line
+    assert not (tmp_path / "peer").exists()

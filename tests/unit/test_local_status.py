@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -181,3 +183,18 @@ def test_a_peer_that_was_stopped_is_told_from_one_that_trains(tmp_path: Path, mo
     assert not stopped.healthy and stopped.running and "is stopped" in stopped.state
     directory.close()
     assert look(directory.path, 1001.0).state == "not running", "whoever has that pid now"
+
+
+def test_a_health_check_loads_neither_torch_nor_hivemind(tmp_path: Path) -> None:
+    arguments = ["status", "--local", "--dir", str(tmp_path)]
+    code = f"""
+import sys
+from p2p_trainer.cli import app
+try:
+    app({arguments})
+except SystemExit as ended:
+    assert ended.code == {int(ExitCode.CHECKS_FAILED)}, ended.code
+sys.exit(" ".join({{"torch", "hivemind", "transformers"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""

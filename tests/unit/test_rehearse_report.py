@@ -19,6 +19,7 @@ from p2p_trainer.rehearsal import rehearse as rehearse_module
 from p2p_trainer.rehearsal.forecast import _ordinal, forecast, memory_in_words
 from p2p_trainer.rehearsal.links import Availability
 from p2p_trainer.rehearsal.memory_limits import MemoryLimits, MemoryLimitsUnavailable, MemoryUse, hierarchies
+from p2p_trainer.rehearsal.rehearsal_files import check_report_path, write_report
 from p2p_trainer.rehearsal.rehearsal_view import print_report
 from p2p_trainer.rehearsal.rehearse import START_SECONDS, RehearseOptions, rehearse, start_limit_seconds
 from p2p_trainer.rehearsal.rehearsed_peer import LineCount, PeerRecord, PlayedLife, TimeUse
@@ -877,3 +878,15 @@ def test_the_commands_are_those_of_the_program() -> None:
     assert join[:5] == [sys.executable, "-m", "p2p_trainer", "join", "p2pt1x"]
     assert join[join.index("--emulate") + 1] == "8.5"
     assert [command[command.index("--host") + 1] for command in (bootstrap, join)] == ["127.0.0.1", "198.18.0.2"]
+
+
+def test_a_report_never_takes_the_place_of_a_device(tmp_path: Path) -> None:
+    link = tmp_path / "nowhere"
+    link.symlink_to("/dev/null")
+    check_report_path(link, "--json")
+    write_report(link, "{}", "--json")
+    assert link.is_symlink() and os.listdir(tmp_path) == ["nowhere"]
+    written = tmp_path / "report.json"
+    check_report_path(written, "--json")
+    write_report(written, "{}", "--json")
+    assert written.read_text() == "{}" and sorted(os.listdir(tmp_path)) == ["nowhere", "report.json"]

@@ -81,3 +81,8 @@ def test_who_comes_with_the_manifest_of_a_run_in_another_protocol_is_told_so(
 @pytest.mark.parametrize("version", ["1; rm -rf ~", "$(id)", "", "latest", "1 2", '1"', "-e.", "1\n"])
 def test_what_a_person_is_told_to_paste_is_never_a_strangers_text(version: str) -> None:
     assert install_command(version) == "pip install --upgrade p2p-trainer"
+
+
+def test_images_are_labelled_with_the_products_version() -> None:
+    dockerfile = (Path(__file__).parents[2] / "docker/Dockerfile").read_text()
+    assert f"\nARG VERSION={software_version()}\n" in dockerfile
