@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,17 +24,28 @@ from dht_config.address import Address, parse_addresses
 from peers.company import GONE_SECONDS
 from peers.context import RunContext
 from peers.daemon import DialOutcome, dial
-from peers.door import RETRY_SECONDS, hosts_reached, remember_addresses, remembered_addresses, set_clock
+from peers.door import (
+    RETRY_SECONDS,
+    become_known_in_dht,
+    hosts_reached,
+    remember_addresses,
+    remembered_addresses,
+    set_clock,
+)
 from peers.membership import Member
 from peers.pipe import Waiting
 from peers.transport import TRANSPORT_ERRORS
-from peers.ways_in import announced, best_first, split_line
+from peers.ways_in import announced, best_first, forwarding_line, listening, split_line
 
 DIALS_AT_ONCE = 8
 ADDRESSES_PER_PEER = 4
 MOST_MISSING = 256
 SOUGHT_AT_ONCE = 16
 """Of the missing, by one search: who finds one of a part of the swarm hears of all of it."""
+PORTS_TRIED = 2
+"""Of those that a router is said to forward: others dial an address only a few times a minute."""
+ASK_AGAIN_SECONDS = 120.0
+"""Whether a router's port leads to us, if nobody could say, or reach us."""
 KNOCK_SECONDS = 5.0
 """For a connection, as libp2p gives it."""
 
@@ -62,6 +74,9 @@ class Contact:
         self._pauses = self._pauses_anew()
         self._visible: list[str] | None = None
         """Where the daemon said that it listens when others were asked where they see us; None: when we came in."""
+        self._forwarded_port: int | None = None
+        """The port of a router at which others reached us, if that is how they do."""
+        self._ask_again_at = float("-inf")
 
     def meet(self, members: Mapping[str, Member], training: Collection[str]) -> None:
         """Connect to peers we have not met, or not at these addresses, and remember the way to all of them."""
@@ -174,34 +189,66 @@ class Contact:
         self._visible = []
 
     async def renew_addresses(self, others: Sequence[str]) -> None:
-        """Announce other addresses if a line came back with them. Who could not be dialled before stays so.
+        """Announce other addresses if a line came back with them, or if a router forwards a port to us by now.
 
-        The daemon notices some seconds later, so this is asked whenever our record is renewed.
+        The daemon asks routers for one (UPnP, NAT-PMP), renews it, and gives it back at its end. It takes some seconds,
+        and as long to notice another address, so this is asked whenever our record is renewed. Who could not be dialled
+        before stays so but for such a port.
 
         :param others: base58 peer ids of some who may say where they see us
         """
-        if self._renewing or not self._run.addresses or self._run.settings.network.announce:
+        if self._renewing or self._run.settings.network.announce:
             return
         self._renewing = True
         try:
             with suppress(*TRANSPORT_ERRORS):
-                await self._renew_addresses(others)
+                visible = [str(address) for address in await self._run.p2p.get_visible_maddrs(latest=True)]
+                ours, ports = listening(visible, self._run.settings.network.host)
+                asked = [PeerID.from_base58(peer) for peer in others]
+                if self._run.addresses and self._forwarded_port is None:
+                    await self._renew_addresses(ours, asked)
+                elif ours:
+                    await self._renew_forwarding(ours, ports, asked)
         finally:
             self._renewing = False
 
-    async def _renew_addresses(self, others: Sequence[str]) -> None:
-        visible = [str(address) for address in await self._run.p2p.get_visible_maddrs(latest=True)]
-        known, _ = parse_addresses(visible)  # of an interface there may be some that nobody can use
+    async def _renew_addresses(self, ours: Sequence[Address], asked: Sequence[PeerID]) -> None:
+        visible = [address.text for address in ours]
         if self._visible is None:
             self._visible = visible
-        elif known and visible != self._visible:
-            asked = [PeerID.from_base58(peer) for peer in others]
-            hosts = await hosts_reached(self._run.stub, asked, known[0].transport.port)
+        elif ours and visible != self._visible:
+            hosts = await hosts_reached(self._run.stub, asked, ours[0].transport.port)
             self._visible = visible
             found = announced(visible, hosts or ())
             if set(found) - set(self._run.addresses):
                 self._run.addresses[:] = found
                 self._on_news()
+
+    async def _renew_forwarding(self, ours: Sequence[Address], ports: Sequence[int], asked: Sequence[PeerID]) -> None:
+        """Have others try a router's ports where that may be news; a router that lies is found out by them."""
+        own, now = [address.text for address in ours], self._run.clock.now()
+        visible = [*own, *map(str, ports)]
+        if visible == self._visible and now < self._ask_again_at:
+            return
+        hosts: tuple[str, ...] | None = None
+        port = None
+        for port in ports[:PORTS_TRIED]:
+            chosen = random.sample(asked, len(asked))
+            hosts = await hosts_reached(
+                self._run.stub, chosen, port, inside={address.transport.host for address in ours}
+            )
+            if hosts:
+                break
+        self._visible, self._ask_again_at = visible, math.inf if hosts or not ports else now + ASK_AGAIN_SECONDS
+        found = announced(own, hosts, port=port) if hosts else ()
+        if hosts == () or found == tuple(self._run.addresses):
+            return
+        self._forwarded_port = port if hosts else None
+        self._run.addresses[:] = found
+        if found:
+            await become_known_in_dht(self._run.node)
+        self._run.training.send(Waiting(forwarding_line(self._forwarded_port)))
+        self._on_news()
 
     async def _look_up(self, address: Address) -> PeerID | None:
         """The peer at an address, if it is there and answers."""

@@ -105,7 +105,6 @@ class RoundKeeper:
                 is_quorum=presence.is_quorum,
                 possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
                 silent_leaders=silent_leaders,
-                can_be_dialled=run.can_be_dialled,
                 likely_members=presence.likely_leaders,
                 auxiliary=presence.auxiliary,
             )
@@ -121,15 +120,16 @@ class RoundKeeper:
 
     async def keep_ticks(self) -> None:
         """Begin every tick's round in time to find a group by the tick's beginning."""
-        if self._auxiliary and not self._run.can_be_dialled:
-            await asyncio.Future()
         tick = self._run.schedule.next_tick(self._run.clock.now() + self._lead_seconds())
         while True:
             lead = self._lead_seconds()
             await asyncio.sleep(max(0.0, self._run.schedule.begins(tick) - lead - self._run.clock.now()))
-            if self._presence.announced or (self._auxiliary and self._presence.is_held(tick)):
+            if self._presence.announced or self._may_help(tick):
                 self._run.tasks.spawn(self._hold_round(tick))
             tick = max(tick + 1, self._run.schedule.next_tick(self._run.clock.now() + lead - 0.01))
+
+    def _may_help(self, tick: int) -> bool:
+        return self._auxiliary and self._run.can_be_dialled and self._presence.is_held(tick)
 
     def _lead_seconds(self) -> float:
         """How long before a tick its round begins: time for a snapshot, where training steps are long, and a group."""
@@ -404,7 +404,9 @@ class RoundKeeper:
             follows=times.scheduled > begins,
         )
         key = f"{matchmaking_prefix(self._run.settings.run_id, state.index)}.0b"
-        found = await self._matchmaking[key].find(search)
+        matchmaking = self._matchmaking[key]
+        matchmaking.client_mode = not self._run.can_be_dialled  # a router may have opened a port, or shut it
+        found = await matchmaking.find(search)
         self._found_nobody = found is None
         if found is None:
             await self._presence.look_for_dead(expected)

@@ -17,7 +17,7 @@ from dht_config.address import Address, parse_address
 from dht_config.network import NetworkSettings
 from peers.clock import Schedule
 from peers.company import GONE_SECONDS
-from peers.contact import Contact
+from peers.contact import ASK_AGAIN_SECONDS, Contact
 from peers.daemon import DialOutcome, DialReport
 from peers.membership import Member
 from peers.tasks import Tasks
@@ -179,6 +179,93 @@ def test_who_could_not_be_dialled_announces_no_address(tmp_path: Path, monkeypat
     line = Line(tmp_path, [], lambda peer, ping: False, can_be_dialled=False)
     line.contact.came_back()
     assert renewed(line, monkeypatch, "198.18.0.9", "198.18.0.9") == []
+
+
+OPEN_PORT, SHUT_PORT = 54083, 54084
+"""Of a router, the first leading to us."""
+
+
+class Home:
+    """A peer behind a router: ports that it names, and what others say who try them.
+
+    ``tried`` holds the ports in the order in which others were asked.
+    """
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.line = Line(tmp_path, [], lambda peer, ping: False, can_be_dialled=False)
+        self.ports: list[int] = []
+        self.somebody_tries = True
+        self.tried: list[int] = []
+        self.known_in_dht = 0
+        self.said: list[str] = []
+
+        async def get_visible_maddrs(latest: bool) -> list[str]:
+            ways = [("11.0.0.9", port) for port in self.ports] + [("127.0.0.1", 1), ("192.168.0.4", 1)]
+            return [f"/ip4/{host}/tcp/{port}/p2p/{OTHER}" for host, port in ways]
+
+        async def hosts_reached(
+            stub: object, peers: list[PeerID], port: int, *, inside: set[str]
+        ) -> tuple[str, ...] | None:
+            assert peers == [ONE] and inside == {"127.0.0.1", "192.168.0.4"}
+            self.tried.append(port)
+            if not self.somebody_tries:
+                return ()
+            return ("9.9.9.9",) if port == OPEN_PORT else None
+
+        async def become_known_in_dht(node: object) -> None:
+            self.known_in_dht += 1
+
+        self.line.run.p2p.get_visible_maddrs = get_visible_maddrs
+        self.line.run.training = SimpleNamespace(send=lambda message: self.said.append(message.text))
+        monkeypatch.setattr(peers.contact, "hosts_reached", hosts_reached)
+        monkeypatch.setattr(peers.contact, "become_known_in_dht", become_known_in_dht)
+
+    def renewed(self) -> list[str]:
+        """Hosts and ports that are announced after a look."""
+        asyncio.run(self.line.contact.renew_addresses([str(ONE)]))
+        return [":".join(address.split("/")[2:5:2]) for address in self.line.run.addresses]
+
+
+def test_a_port_that_a_router_has_opened_by_now_is_announced_once_others_have_reached_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path, monkeypatch)
+    assert home.renewed() == [] and not home.tried, "nothing to try yet"
+    home.ports = [OPEN_PORT]
+    found = [f"9.9.9.9:{OPEN_PORT}", "192.168.0.4:1"]
+    assert home.renewed() == found, "where they reached us, not what the router takes for its address"
+    assert home.known_in_dht == 1 and f"port {OPEN_PORT}" in home.said[0]
+    home.line.now += 10 * ASK_AGAIN_SECONDS
+    assert home.renewed() == found and home.tried == [OPEN_PORT], "asked once"
+    home.ports = []
+    assert home.renewed() == [] and "not" not in home.said[0] and "any more" in home.said[1]
+    assert len(home.said) == len(home.line.told) == 2
+
+
+def test_a_router_that_lies_costs_a_question_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path, monkeypatch)
+    home.ports = [SHUT_PORT]
+    for _ in range(3):
+        assert home.renewed() == []
+    assert home.tried == [SHUT_PORT]
+    home.line.now += ASK_AGAIN_SECONDS
+    assert home.renewed() == [] and home.tried == [SHUT_PORT] * 2
+    home.ports = [SHUT_PORT, OPEN_PORT]
+    assert home.renewed() == [f"9.9.9.9:{OPEN_PORT}", "192.168.0.4:1"]
+    assert len(home.said) == 1, "nobody is told of what did not come about"
+
+
+def test_where_nobody_could_try_a_port_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path, monkeypatch)
+    home.ports, home.somebody_tries = [OPEN_PORT], False
+    assert home.renewed() == []
+    home.somebody_tries = True
+    assert home.renewed() == [], "a moment later"
+    home.line.now += ASK_AGAIN_SECONDS
+    assert len(found := home.renewed()) == 2
+    home.line.contact.came_back()
+    home.somebody_tries = False
+    assert home.renewed() == found and len(home.said) == 1
 
 
 def heard_of(line: Line, **statuses: str) -> None:
