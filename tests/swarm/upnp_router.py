@@ -45,6 +45,7 @@ _SETTINGS = f"""
 ext_ifname=tun0
 ext_ip={CLAIMED_ADDRESS}
 listening_ip=lan0
+port=49000
 enable_upnp=yes
 enable_natpmp=no
 secure_mode=yes
