@@ -46,8 +46,9 @@ PORTS_TRIED = 2
 """Of those that a router is said to forward: others dial an address only a few times a minute."""
 ASK_AGAIN_SECONDS = 120.0
 """Whether a router's port leads to us, if nobody could say, or reach us."""
-KNOCK_SECONDS = 5.0
-"""For a connection, as libp2p gives it."""
+KNOCK_SECONDS = (1.0, 5.0)
+"""For a connection, by how long answers take: at most what libp2p gives it. A knock that began while the line was down
+may hear of that only after seconds, so it is not waited for longer than it takes where the line is up."""
 
 
 class Contact:
@@ -138,7 +139,7 @@ class Contact:
             self._run.node.blacklist.register_success(peer_id)
 
     def is_time_to_search(self, now: float, *, silent: bool) -> bool:
-        """Whether a search is due: one at a time, with longer and longer pauses, up to a tick.
+        """Whether a search is due: one at a time, each so long after the last began: longer and longer, up to a tick.
 
         :param silent: nobody is heard of; else only those are looked for that are missing
         """
@@ -160,7 +161,7 @@ class Contact:
         Where nobody is heard of, who answers has a say in what time it is: a clock that is off makes all records
         unreadable. Of each that answers there is news at once: addresses where nobody is any more take seconds.
         """
-        self._searching = True
+        self._searching, began = True, asyncio.get_running_loop().time()
         answering: set[PeerID] = set()
         try:
             known = self._wanted()
@@ -182,7 +183,8 @@ class Contact:
             return bool(answering)
         finally:
             self._searching = False
-            self._search_at = self._run.clock.now() + next(self._pauses)
+            took = asyncio.get_running_loop().time() - began  # swarm time may be another by now
+            self._search_at = self._run.clock.now() + max(0.0, next(self._pauses) - took)
 
     def came_back(self) -> None:
         """Our line was down: a router may have another address, at which the next who are asked see us."""
@@ -253,7 +255,8 @@ class Contact:
     async def _look_up(self, address: Address) -> PeerID | None:
         """The peer at an address, if it is there and answers."""
         peer = PeerID.from_base58(address.peer_id)
-        if not await knock(address):
+        shortest, longest = KNOCK_SECONDS
+        if not await knock(address, min(longest, max(shortest, self._run.node.protocol.wait_timeout))):
             return None
         await self._greet(address)
         if not await self._answers(peer):
@@ -279,7 +282,7 @@ class Contact:
         )
 
 
-async def knock(address: Address, timeout_seconds: float = KNOCK_SECONDS) -> bool:
+async def knock(address: Address, timeout_seconds: float) -> bool:
     """Whether somebody accepts connections at an address, whoever that is."""
     try:
         _, writer = await asyncio.wait_for(

@@ -91,6 +91,8 @@ class RoundKeeper:
         self._register = RoundRegister()
         self._under_way: dict[int, Round] = {}
         """By fragment."""
+        self._looking: set[int] = set()
+        """Fragments for whose round a group is being looked for."""
         self._matchmaking: dict[str, FragmentMatchmaking] = {}
         dht = NodeAsDHT(run.node, run.clock.now)
         for state in run.fragments:
@@ -172,7 +174,8 @@ class RoundKeeper:
         elif state.busy.locked():
             report["reason"] = "the previous round or a fetch of this fragment is still under way"
             current = self._under_way.get(state.index)
-            if current is None or not current.waits_for_others:  # else it is held open by a line that is not ours
+            held_up_by_others = current.waits_for_others if current is not None else state.index in self._looking
+            if not held_up_by_others:  # where nobody is to be found, as where our line is down, it is not slow
                 self._missed(tick)
         else:
             async with state.busy:
@@ -406,7 +409,11 @@ class RoundKeeper:
         key = f"{matchmaking_prefix(self._run.settings.run_id, state.index)}.0b"
         matchmaking = self._matchmaking[key]
         matchmaking.client_mode = not self._run.can_be_dialled  # a router may have opened a port, or shut it
-        found = await matchmaking.find(search)
+        self._looking.add(state.index)
+        try:
+            found = await matchmaking.find(search)
+        finally:
+            self._looking.discard(state.index)
         self._found_nobody = found is None
         if found is None:
             await self._presence.look_for_dead(expected)

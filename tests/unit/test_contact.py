@@ -61,7 +61,9 @@ class Line:
             addresses=[f"/ip4/{OLD_HOST}/tcp/1"] if can_be_dialled else [],
             node=SimpleNamespace(
                 protocol=SimpleNamespace(
-                    call_ping=call_ping, routing_table=SimpleNamespace(get=lambda *, peer_id: self.nodes.get(peer_id))
+                    wait_timeout=0.75,
+                    call_ping=call_ping,
+                    routing_table=SimpleNamespace(get=lambda *, peer_id: self.nodes.get(peer_id)),
                 ),
                 blacklist=SimpleNamespace(register_success=self.forgiven.append),
             ),
@@ -116,7 +118,7 @@ def test_where_nobody_opens_libp2p_is_not_asked_to_dial(tmp_path: Path, monkeypa
 
 def test_a_door_that_opens_is_knocked_at(tmp_path: Path) -> None:
     async def test(port: int) -> None:
-        assert await peers.contact.knock(parse_address(f"/ip4/127.0.0.1/tcp/{port}/p2p/{ONE}"))
+        assert await peers.contact.knock(parse_address(f"/ip4/127.0.0.1/tcp/{port}/p2p/{ONE}"), 5.0)
 
     listening(test)
 
@@ -127,7 +129,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(peers.contact, "dial", dial)
 
-    async def knock(address: Address) -> bool:
+    async def knock(address: Address, timeout_seconds: float) -> bool:
         return True
 
     monkeypatch.setattr(peers.contact, "knock", knock)
@@ -140,6 +142,24 @@ def test_who_answers_is_believed_again_and_asked_for_the_time(tmp_path: Path, mo
     assert line.search(monkeypatch)
     assert line.forgiven == line.clock_asked == [ONE]
     assert line.asked == [str(ONE)], "for everybody's records"
+
+
+@pytest.mark.parametrize(("answers_take", "waited"), [(0.75, 1.0), (3.0, 3.0), (24.0, 5.0)])
+def test_a_door_is_knocked_at_anew_as_soon_as_an_answer_would_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers_take: float, waited: float
+) -> None:
+    """What was sent while the line was down may be on its way for seconds, or from an address that is none any more."""
+    given: list[float] = []
+
+    async def knock(address: Address, timeout_seconds: float) -> bool:
+        given.append(timeout_seconds)
+        return False
+
+    monkeypatch.setattr(peers.contact, "knock", knock)
+    line = Line(tmp_path, [f"/ip4/127.0.0.1/tcp/1/p2p/{ONE}"], lambda peer, ping: False)
+    line.run.node.protocol.wait_timeout = answers_take
+    line.search(monkeypatch)
+    assert given == [waited]
 
 
 def test_a_connection_that_broke_with_the_line_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
