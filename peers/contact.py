@@ -35,7 +35,7 @@ from peers.door import (
 from peers.membership import Member
 from peers.pipe import Waiting
 from peers.transport import TRANSPORT_ERRORS
-from peers.ways_in import announced, best_first, forwarding_line, listening, split_line
+from peers.ways_in import announced, best_first, forwarding_line, listening, only_inside, split_line
 
 DIALS_AT_ONCE = 8
 ADDRESSES_PER_PEER = 4
@@ -194,8 +194,8 @@ class Contact:
         """Announce other addresses if a line came back with them, or if a router forwards a port to us by now.
 
         The daemon asks routers for one (UPnP, NAT-PMP), renews it, and gives it back at its end. It takes some seconds,
-        and as long to notice another address, so this is asked whenever our record is renewed. Who could not be dialled
-        before stays so but for such a port.
+        and as long to notice another address, so this is asked whenever our record is renewed. Such a port is tried
+        where others can dial us inside this network at most; who could not be dialled stays so but for that.
 
         :param others: base58 peer ids of some who may say where they see us
         """
@@ -207,10 +207,10 @@ class Contact:
                 visible = [str(address) for address in await self._run.p2p.get_visible_maddrs(latest=True)]
                 ours, ports = listening(visible, self._run.settings.network.host)
                 asked = [PeerID.from_base58(peer) for peer in others]
-                if self._run.addresses and self._forwarded_port is None:
-                    await self._renew_addresses(ours, asked)
-                elif ours:
+                if self._forwarded_port is not None or (ports and only_inside(self._run.addresses)):
                     await self._renew_forwarding(ours, ports, asked)
+                elif self._run.addresses:
+                    await self._renew_addresses(ours, asked)
         finally:
             self._renewing = False
 
@@ -242,8 +242,10 @@ class Contact:
             if hosts:
                 break
         self._visible, self._ask_again_at = visible, math.inf if hosts or not ports else now + ASK_AGAIN_SECONDS
+        if not hosts and (hosts == () or self._forwarded_port is None):
+            return
         found = announced(own, hosts, port=port) if hosts else ()
-        if hosts == () or found == tuple(self._run.addresses):
+        if found == tuple(self._run.addresses):
             return
         self._forwarded_port = port if hosts else None
         self._run.addresses[:] = found

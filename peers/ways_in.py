@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from dht_config.address import Address, Transport, address_of, dialable, parse_addresses
+from dht_config.address import Address, Transport, address_of, dialable, parse_addresses, reach
 from peers.daemon import DialOutcome, DialReport
 
 REMEMBERED_PEERS = 32
@@ -99,6 +99,11 @@ def listening(visible: Iterable[str], host: str) -> tuple[list[Address], list[in
     port = (ours or known)[0].transport.port if known else 0
     others = dict.fromkeys(address.transport.port for address in known if address.transport.port != port)
     return [address for address in known if address.transport.port == port], list(others)
+
+
+def only_inside(addresses: Iterable[str]) -> bool:
+    """Whether none of these addresses can be dialled from everywhere; also if there are none."""
+    return all(reach(address) for address in parse_addresses(addresses)[0])
 
 
 def _is_loopback(host: str) -> bool:

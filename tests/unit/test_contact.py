@@ -211,8 +211,9 @@ class Home:
     ``tried`` holds the ports in the order in which others were asked.
     """
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announces: tuple[str, ...] = ()) -> None:
         self.line = Line(tmp_path, [], lambda peer, ping: False, can_be_dialled=False)
+        self.line.run.addresses[:] = [f"/ip4/{host}/tcp/1/p2p/{OTHER}" for host in announces]
         self.ports: list[int] = []
         self.somebody_tries = True
         self.tried: list[int] = []
@@ -273,6 +274,19 @@ def test_a_router_that_lies_costs_a_question_now_and_then(tmp_path: Path, monkey
     home.ports = [SHUT_PORT, OPEN_PORT]
     assert home.renewed() == [f"9.9.9.9:{OPEN_PORT}", "192.168.0.4:1"]
     assert len(home.said) == 1, "nobody is told of what did not come about"
+
+
+def test_who_is_reached_inside_its_network_alone_tries_the_routers_port_and_loses_nothing_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path, monkeypatch, announces=("192.168.0.4",))
+    home.ports = [SHUT_PORT]
+    assert home.renewed() == ["192.168.0.4:1"] and home.tried == [SHUT_PORT] and not home.said
+    home.ports = [OPEN_PORT]
+    assert home.renewed() == [f"9.9.9.9:{OPEN_PORT}", "192.168.0.4:1"]
+    public = Home(tmp_path, monkeypatch, announces=("8.8.8.8",))
+    public.ports = [OPEN_PORT]
+    assert public.renewed() == ["8.8.8.8:1"] and not public.tried
 
 
 def test_where_nobody_could_try_a_port_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
