@@ -92,7 +92,7 @@ class RoundKeeper:
         self._under_way: dict[int, Round] = {}
         """By fragment."""
         self._looking: set[int] = set()
-        """Fragments for whose round a group is being looked for."""
+        """Fragments for whose round a group is being looked for, or those that were not in it."""
         self._matchmaking: dict[str, FragmentMatchmaking] = {}
         dht = NodeAsDHT(run.node, run.clock.now)
         for state in run.fragments:
@@ -264,7 +264,11 @@ class RoundKeeper:
         self, attempt: int, begins: float, state: FragmentState, brought: _Brought, report: dict[str, Any]
     ) -> None:
         """:raises _Lost: no group or no whole average, and another attempt may do better :raises RoundVoid:"""
-        group_id, members = await self._find_group(attempt, begins, state, brought)
+        self._looking.add(state.index)
+        try:
+            group_id, members = await self._find_group(attempt, begins, state, brought)
+        finally:
+            self._looking.discard(state.index)
         if attempt:
             # Those who have every answer of an earlier attempt are not in this one, and hold its base: no rival to it.
             failed = {str(PeerID(peer_id)) for peer_id in self._reducers.distrusted(self._run.clock.now())}
@@ -409,11 +413,7 @@ class RoundKeeper:
         key = f"{matchmaking_prefix(self._run.settings.run_id, state.index)}.0b"
         matchmaking = self._matchmaking[key]
         matchmaking.client_mode = not self._run.can_be_dialled  # a router may have opened a port, or shut it
-        self._looking.add(state.index)
-        try:
-            found = await matchmaking.find(search)
-        finally:
-            self._looking.discard(state.index)
+        found = await matchmaking.find(search)
         self._found_nobody = found is None
         if found is None:
             await self._presence.look_for_dead(expected)
