@@ -175,7 +175,7 @@ def _open_the_port(port: int, seen_at: str, own: Collection[str]) -> str:
         protocol = "ip6" if ":" in seen_at else "ip4"
         return (
             f"Forward TCP ports {port} and {port + 1} on the router to this machine, and join with --port {port} "
-            f"--announce /{protocol}/{seen_at}/tcp/{port}; or switch on UPnP or NAT-PMP there, and nothing else is needed."
+            f"--announce /{protocol}/{seen_at}/tcp/{port}; or switch on UPnP or NAT-PMP there, which is all it needs."
         )
     return f"Open TCP ports {port} and {port + 1} in this machine's firewall, and join with --port {port}."
 
