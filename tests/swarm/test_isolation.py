@@ -72,8 +72,6 @@ def test_a_peer_whose_line_is_down_is_isolated_not_alone_and_comes_back_at_anoth
     wait_for_seconds(swarm, cut + RECORD_SECONDS + 3 * TICK_SECONDS)
     assert not lost.rounds(after=cut + TICK_SECONDS), "the others train on: a version of its own would be a rival's"
     assert lost.events("train")[-1]["samples"] > trained
-    skipped = [event for event in lost.events("round") if event["time"] > cut and "on its line" in event["reason"]]
-    assert not skipped, "a line that is down is not slow: it would come back to every second round only"
 
     address = swarm.network.renumber("lost")
     swarm.network.up("lost")
