@@ -216,17 +216,17 @@ def epochs(steps: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def print_table(runs: Sequence[Mapping[str, Any]]) -> None:
-    """In Markdown."""
+    """In Markdown. Full rates are shares of what the contender is credited with in calm, which stands beside them."""
     kinds = [fault.kind for fault in faults()]
-    print("| | " + " | ".join(f"{kind}: full rate | {kind}: first credit" for kind in kinds) + " |")
-    print("|---" * (1 + 2 * len(kinds)) + "|")
+    print("| | credited in calm | " + " | ".join(f"{kind}: full rate | {kind}: first credit" for kind in kinds) + " |")
+    print("|---" * (2 + 2 * len(kinds)) + "|")
     for run in runs:
         cells = [
             "-" if fault[what] is None else f"{fault[what]:g}"
             for fault in run["faults"]
             for what in ("seconds_to_full_rate", "seconds_to_first_credit")
         ]
-        print(f"| {run['contender']} | " + " | ".join(cells) + " |")
+        print(f"| {run['contender']} | {run['calm_credited_share']:.0%} | " + " | ".join(cells) + " |")
 
 
 def main() -> int:
