@@ -143,7 +143,7 @@ def judge_nat(back: DialledBack, own: Collection[str]) -> Finding:
     return Finding(
         check="nat",
         ok=False,
-        cause=f"Behind NAT: peers see {foreign[0]}, which forwards nothing here. Relays are not used yet.",
+        cause=f"Behind NAT: peers see {foreign[0]}, which forwards nothing here. Relays are not used.",
         remedy=_open_the_port(back.port, foreign[0], own),
     )
 
@@ -175,7 +175,7 @@ def _open_the_port(port: int, seen_at: str, own: Collection[str]) -> str:
         protocol = "ip6" if ":" in seen_at else "ip4"
         return (
             f"Forward TCP ports {port} and {port + 1} on the router to this machine, and join with --port {port} "
-            f"--announce /{protocol}/{seen_at}/tcp/{port}."
+            f"--announce /{protocol}/{seen_at}/tcp/{port}; or switch on UPnP or NAT-PMP there, which is all it needs."
         )
     return f"Open TCP ports {port} and {port + 1} in this machine's firewall, and join with --port {port}."
 

@@ -128,7 +128,8 @@ def only_inside(port: int) -> str:
 
 NOT_DIALLED = (
     "Nobody can open connections to this peer: it is behind NAT or a firewall. It takes part all the same, and "
-    "averages nothing for others. To change that, forward a port to it, and give it with --port and --announce."
+    "averages nothing for others. To change that, switch on UPnP or NAT-PMP in the router, or have it forward a port "
+    "to this peer, and give that with --port and --announce."
 )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,19 +24,31 @@ from dht_config.address import Address, parse_addresses
 from peers.company import GONE_SECONDS
 from peers.context import RunContext
 from peers.daemon import DialOutcome, dial
-from peers.door import RETRY_SECONDS, hosts_reached, remember_addresses, remembered_addresses, set_clock
+from peers.door import (
+    RETRY_SECONDS,
+    become_known_in_dht,
+    hosts_reached,
+    remember_addresses,
+    remembered_addresses,
+    set_clock,
+)
 from peers.membership import Member
 from peers.pipe import Waiting
 from peers.transport import TRANSPORT_ERRORS
-from peers.ways_in import announced, best_first, split_line
+from peers.ways_in import announced, best_first, forwarding_line, listening, only_inside, split_line
 
 DIALS_AT_ONCE = 8
 ADDRESSES_PER_PEER = 4
 MOST_MISSING = 256
 SOUGHT_AT_ONCE = 16
 """Of the missing, by one search: who finds one of a part of the swarm hears of all of it."""
-KNOCK_SECONDS = 5.0
-"""For a connection, as libp2p gives it."""
+PORTS_TRIED = 2
+"""Of those that a router is said to forward: others dial an address only a few times a minute."""
+ASK_AGAIN_SECONDS = 120.0
+"""Whether a router's port leads to us, if nobody could say, or reach us."""
+KNOCK_SECONDS = (1.0, 5.0)
+"""For a connection, by how long answers take: at most what libp2p gives it. A knock that began while the line was down
+may hear of that only after seconds, so it is not waited for longer than it takes where the line is up."""
 
 
 class Contact:
@@ -62,6 +75,9 @@ class Contact:
         self._pauses = self._pauses_anew()
         self._visible: list[str] | None = None
         """Where the daemon said that it listens when others were asked where they see us; None: when we came in."""
+        self._forwarded_port: int | None = None
+        """The port of a router at which others reached us, if that is how they do."""
+        self._ask_again_at = float("-inf")
 
     def meet(self, members: Mapping[str, Member], training: Collection[str]) -> None:
         """Connect to peers we have not met, or not at these addresses, and remember the way to all of them."""
@@ -124,7 +140,7 @@ class Contact:
             self._run.node.blacklist.register_success(peer_id)
 
     def is_time_to_search(self, now: float, *, silent: bool) -> bool:
-        """Whether a search is due: one at a time, with longer and longer pauses, up to a tick.
+        """Whether a search is due: one at a time, each so long after the last began: longer and longer, up to a tick.
 
         :param silent: nobody is heard of; else only those are looked for that are missing
         """
@@ -146,7 +162,7 @@ class Contact:
         Where nobody is heard of, who answers has a say in what time it is: a clock that is off makes all records
         unreadable. Of each that answers there is news at once: addresses where nobody is any more take seconds.
         """
-        self._searching = True
+        self._searching, began = True, asyncio.get_running_loop().time()
         answering: set[PeerID] = set()
         try:
             known = self._wanted()
@@ -168,46 +184,82 @@ class Contact:
             return bool(answering)
         finally:
             self._searching = False
-            self._search_at = self._run.clock.now() + next(self._pauses)
+            took = asyncio.get_running_loop().time() - began  # swarm time may be another by now
+            self._search_at = self._run.clock.now() + max(0.0, next(self._pauses) - took)
 
     def came_back(self) -> None:
         """Our line was down: a router may have another address, at which the next who are asked see us."""
         self._visible = []
 
     async def renew_addresses(self, others: Sequence[str]) -> None:
-        """Announce other addresses if a line came back with them. Who could not be dialled before stays so.
+        """Announce other addresses if a line came back with them, or if a router forwards a port to us by now.
 
-        The daemon notices some seconds later, so this is asked whenever our record is renewed.
+        The daemon asks routers for one (UPnP, NAT-PMP), renews it, and gives it back at its end. It takes some seconds,
+        and as long to notice another address, so this is asked whenever our record is renewed. Such a port is tried
+        where others can dial us inside this network at most; who could not be dialled stays so but for that.
 
         :param others: base58 peer ids of some who may say where they see us
         """
-        if self._renewing or not self._run.addresses or self._run.settings.network.announce:
+        if self._renewing or self._run.settings.network.announce:
             return
         self._renewing = True
         try:
             with suppress(*TRANSPORT_ERRORS):
-                await self._renew_addresses(others)
+                visible = [str(address) for address in await self._run.p2p.get_visible_maddrs(latest=True)]
+                ours, ports = listening(visible, self._run.settings.network.host)
+                asked = [PeerID.from_base58(peer) for peer in others]
+                if self._forwarded_port is not None or (ports and only_inside(self._run.addresses)):
+                    await self._renew_forwarding(ours, ports, asked)
+                elif self._run.addresses:
+                    await self._renew_addresses(ours, asked)
         finally:
             self._renewing = False
 
-    async def _renew_addresses(self, others: Sequence[str]) -> None:
-        visible = [str(address) for address in await self._run.p2p.get_visible_maddrs(latest=True)]
-        known, _ = parse_addresses(visible)  # of an interface there may be some that nobody can use
+    async def _renew_addresses(self, ours: Sequence[Address], asked: Sequence[PeerID]) -> None:
+        visible = [address.text for address in ours]
         if self._visible is None:
             self._visible = visible
-        elif known and visible != self._visible:
-            asked = [PeerID.from_base58(peer) for peer in others]
-            hosts = await hosts_reached(self._run.stub, asked, known[0].transport.port)
+        elif ours and visible != self._visible:
+            hosts = await hosts_reached(self._run.stub, asked, ours[0].transport.port)
             self._visible = visible
             found = announced(visible, hosts or ())
             if set(found) - set(self._run.addresses):
                 self._run.addresses[:] = found
                 self._on_news()
 
+    async def _renew_forwarding(self, ours: Sequence[Address], ports: Sequence[int], asked: Sequence[PeerID]) -> None:
+        """Have others try a router's ports where that may be news; a router that lies is found out by them."""
+        own, now = [address.text for address in ours], self._run.clock.now()
+        visible = [*own, *map(str, ports)]
+        if visible == self._visible and now < self._ask_again_at:
+            return
+        hosts: tuple[str, ...] | None = None
+        port = None
+        for port in ports[:PORTS_TRIED]:
+            chosen = random.sample(asked, len(asked))
+            hosts = await hosts_reached(
+                self._run.stub, chosen, port, inside={address.transport.host for address in ours}
+            )
+            if hosts:
+                break
+        self._visible, self._ask_again_at = visible, math.inf if hosts or not ports else now + ASK_AGAIN_SECONDS
+        if not hosts and (hosts == () or self._forwarded_port is None):
+            return
+        found = announced(own, hosts, port=port) if hosts else ()
+        if found == tuple(self._run.addresses):
+            return
+        self._forwarded_port = port if hosts else None
+        self._run.addresses[:] = found
+        if found:
+            await become_known_in_dht(self._run.node)
+        self._run.training.send(Waiting(forwarding_line(self._forwarded_port)))
+        self._on_news()
+
     async def _look_up(self, address: Address) -> PeerID | None:
         """The peer at an address, if it is there and answers."""
         peer = PeerID.from_base58(address.peer_id)
-        if not await knock(address):
+        shortest, longest = KNOCK_SECONDS
+        if not await knock(address, min(longest, max(shortest, self._run.node.protocol.wait_timeout))):
             return None
         await self._greet(address)
         if not await self._answers(peer):
@@ -233,7 +285,7 @@ class Contact:
         )
 
 
-async def knock(address: Address, timeout_seconds: float = KNOCK_SECONDS) -> bool:
+async def knock(address: Address, timeout_seconds: float) -> bool:
     """Whether somebody accepts connections at an address, whoever that is."""
     try:
         _, writer = await asyncio.wait_for(

@@ -3,6 +3,12 @@
 hivemind starts ``p2pd`` without a parent-death signal, in our process group, with sockets straight in /tmp, and
 lets it dial the initial peers once within 15 s or die. Here the daemon starts alone, gets a parent-death signal and
 a session of its own, keeps its sockets in a directory that is removed whole, and peers are dialled afterwards.
+
+It asks the home's router for a port (UPnP, NAT-PMP), which ``contact`` has others try. Its relays and hole punching
+stay off; measured with two masqueraded peers and hivemind 1.1.12: beside one public peer the relay is there after
+180 s, a connection through it is reset after 128 KiB, and no hole is punched, since four others must have seen a peer's
+address before the daemon tries. Beside six public peers both work at once (10 s, and half a second more), but there
+every round has peers that can be dialled, and needs no other way.
 """
 
 from __future__ import annotations

@@ -7,12 +7,14 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.servicer import StubBase
+from hivemind.proto.dht_pb2 import NodeInfo
+from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 
 from dht_config.address import Address, parse_addresses
 from dht_config.errors import FingerprintError, RecordError, UnreachableError, WrongPeerIdError
@@ -155,12 +157,17 @@ async def set_clock(clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, n
     return len(offsets)
 
 
-async def hosts_reached(stub: Stub, peers: Sequence[PeerID], port: int) -> tuple[str, ...] | None:
+async def hosts_reached(
+    stub: Stub, peers: Sequence[PeerID], port: int, *, inside: Collection[str] = ()
+) -> tuple[str, ...] | None:
     """The IP addresses at which others could open connections to this peer, as they see it; None if one could not.
 
     Asked of a few, and all of them that answer must have. Empty if nobody tried: then it is not known. What this does
-    not stop: one that says it could not; then this peer averages for nobody. Asked when the peer enters; a router that
-    is changed later is not noticed.
+    not stop: one that says it could not; then this peer averages for nobody. Asked when the peer enters; a port that a
+    person has a router forward later is not noticed.
+
+    :param port: ours, or a router's that may lead to us
+    :param inside: IP addresses that are our own: who sees us at one does not come through the router, and has no say
     """
 
     async def ask(peer: PeerID) -> DialedBackHeader:
@@ -171,6 +178,7 @@ async def hosts_reached(stub: Stub, peers: Sequence[PeerID], port: int) -> tuple
         return answer.header or UNTRIED
 
     answers = await asyncio.gather(*(ask(peer) for peer in peers[:DIAL_PEERS]))
+    answers = [answer for answer in answers if checked_host(answer.host) not in inside]
     if any(answer.reached is False for answer in answers):
         return None
     hosts = [checked_host(answer.host) for answer in answers if answer.reached]
@@ -197,6 +205,18 @@ async def enter_dht(
         strict=False,
         client_mode=asks_only,
     )
+
+
+async def become_known_in_dht(node: DHTNode) -> None:
+    """Have others be sent to us from now on, if they were not: we entered as one that only asks. Idempotent.
+
+    hivemind decides that when a node is made (1.1.12, dht/protocol.py:74); this is what it does for one of the others.
+    """
+    protocol = node.protocol
+    if protocol.client_mode:
+        await protocol.add_p2p_handlers(protocol.p2p, AuthRPCWrapper(protocol, AuthRole.SERVICER, protocol.authorizer))
+        protocol.node_info = NodeInfo(node_id=protocol.node_id.to_bytes())
+        protocol.client_mode = False
 
 
 async def wait_for_answer(

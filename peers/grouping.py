@@ -124,12 +124,11 @@ class GroupSearch:
 
 
 class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships no types
-    """hivemind's matchmaking for one fragment's rounds.
+    """hivemind's matchmaking for one fragment's rounds. In ``client_mode`` we only follow: others cannot dial us.
 
     :param size: elements of the fragment
     :param possible_samples: more than this nobody can have processed by now
     :param is_quorum: whether peers, as base58 ids with ourselves, may make the next version
-    :param can_be_dialled: whether others can follow us; if not, we follow
     :param auxiliary: whether we do not train: no quorum counts us
     :param silent_leaders: those that accepted us and never began, or began nonsense, are not followed for a while
     :param likely_members: peers that, by their records, look for a tick's group and could lead it, by their ids
@@ -148,7 +147,6 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
         is_quorum: Callable[[Collection[str]], bool],
         possible_samples: Callable[[], float],
         silent_leaders: Reliability,
-        can_be_dialled: bool = True,
         likely_members: Callable[[int], Collection[bytes]] = lambda tick: (),
         auxiliary: bool = False,
     ) -> None:
@@ -175,7 +173,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
             min_group_size=2,
             min_matchmaking_time=matchmaking_seconds,
             request_timeout=matchmaking_seconds * 0.9,
-            client_mode=not can_be_dialled,
+            client_mode=False,
         )
 
     @property

@@ -97,6 +97,8 @@ class RoundKeeper:
         self._register = RoundRegister()
         self._under_way: dict[int, Round] = {}
         """By fragment."""
+        self._looking: set[int] = set()
+        """Fragments for whose round a group is being looked for, or those that were not in it."""
         self._matchmaking: dict[str, FragmentMatchmaking] = {}
         dht = NodeAsDHT(run.node, run.clock.now)
         for state in run.fragments:
@@ -111,7 +113,6 @@ class RoundKeeper:
                 is_quorum=presence.is_quorum,
                 possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
                 silent_leaders=self._silent_leaders,
-                can_be_dialled=run.can_be_dialled,
                 likely_members=presence.likely_leaders,
                 auxiliary=presence.auxiliary,
             )
@@ -127,15 +128,16 @@ class RoundKeeper:
 
     async def keep_ticks(self) -> None:
         """Begin every tick's round in time to find a group by the tick's beginning."""
-        if self._auxiliary and not self._run.can_be_dialled:
-            await asyncio.Future()
         tick = self._run.schedule.next_tick(self._run.clock.now() + self._lead_seconds())
         while True:
             lead = self._lead_seconds()
             await asyncio.sleep(max(0.0, self._run.schedule.begins(tick) - lead - self._run.clock.now()))
-            if self._presence.announced or (self._auxiliary and self._presence.is_held(tick)):
+            if self._presence.announced or self._may_help(tick):
                 self._run.tasks.spawn(self._hold_round(tick))
             tick = max(tick + 1, self._run.schedule.next_tick(self._run.clock.now() + lead - 0.01))
+
+    def _may_help(self, tick: int) -> bool:
+        return self._auxiliary and self._run.can_be_dialled and self._presence.is_held(tick)
 
     def _lead_seconds(self) -> float:
         """How long before a tick its round begins: time for a snapshot, where training steps are long, and a group."""
@@ -178,7 +180,8 @@ class RoundKeeper:
         elif state.busy.locked():
             report["reason"] = "the previous round or a fetch of this fragment is still under way"
             current = self._under_way.get(state.index)
-            if current is None or not current.waits_for_others:  # else it is held open by a line that is not ours
+            held_up_by_others = current.waits_for_others if current is not None else state.index in self._looking
+            if not held_up_by_others:  # where nobody is to be found, as where our line is down, it is not slow
                 self._missed(tick)
         else:
             async with state.busy:
@@ -267,7 +270,11 @@ class RoundKeeper:
         self, attempt: int, begins: float, state: FragmentState, brought: _Brought, report: dict[str, Any]
     ) -> None:
         """:raises _Lost: no group or no whole average, and another attempt may do better :raises RoundVoid:"""
-        group_id, members = await self._find_group(attempt, begins, state, brought)
+        self._looking.add(state.index)
+        try:
+            group_id, members = await self._find_group(attempt, begins, state, brought)
+        finally:
+            self._looking.discard(state.index)
         if attempt:
             # Those who have every answer of an earlier attempt are not in this one, and hold its base: no rival to it.
             failed = {str(PeerID(peer_id)) for peer_id in self._distrusted()}
@@ -411,7 +418,9 @@ class RoundKeeper:
             follows=times.scheduled > begins,
         )
         key = f"{matchmaking_prefix(self._run.settings.run_id, state.index)}.0b"
-        found = await self._matchmaking[key].find(search)
+        matchmaking = self._matchmaking[key]
+        matchmaking.client_mode = not self._run.can_be_dialled  # a router may have opened a port, or shut it
+        found = await matchmaking.find(search)
         self._found_nobody = found is None
         if found is None:
             await self._presence.look_for_dead(expected)

@@ -17,7 +17,6 @@ from typing import Any
 
 from hivemind.p2p import P2P, PeerID
 
-from dht_config.address import parse_address
 from dht_config.errors import START_AGAIN, P2PTrainerError, SwarmProcessDied
 from dht_config.hardening import bound_found_expirations, harden_msgpack
 from dht_config.keys import rpc_namespace
@@ -72,7 +71,7 @@ from peers.silence import Silence
 from peers.tasks import Tasks
 from peers.training_link import TrainingLink
 from peers.transport import TRANSPORT_ERRORS, DaemonTransport, Transport
-from peers.ways_in import announced, clock_line
+from peers.ways_in import announced, clock_line, listening
 
 logger = logging.getLogger(__name__)
 
@@ -253,9 +252,12 @@ class Swarm:
         )
         own = tuple(str(address) for address in await p2p.get_visible_maddrs(latest=True))
         # Whoever names an address of a router or a relay knows better than we could find out.
-        if own and peers and not settings.network.announce:
-            hosts = await hosts_reached(stub, peers, parse_address(own[0]).transport.port)
-            own = announced(own, hosts) if hosts is not None else ()
+        if not settings.network.announce:
+            ours, _ = listening(own, settings.network.host)
+            own = tuple(address.text for address in ours)
+            if ours and peers:
+                hosts = await hosts_reached(stub, peers, ours[0].transport.port)
+                own = announced(own, hosts) if hosts is not None else ()
         node = await enter_dht(p2p, validator, known, asks_only=not own)
         answer = partial(wait_for_answer, node, peers, wait_seconds=settings.wait_seconds, on_waiting=waiting)
         measured_seconds = await answer()

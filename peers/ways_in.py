@@ -1,14 +1,15 @@
 """What dialling has shown, in words; whom to dial first; which addresses of ours to tell others (pure).
 
 What this does not stop: a peer that says it reached us at an address where it did not. Others dial that one in vain,
-and then the next.
+and then the next. What a router says of the ports that it forwards is only ever tried, never believed.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from dht_config.address import Address, Transport, address_of, dialable, parse_addresses
+from dht_config.address import Address, Transport, address_of, dialable, parse_addresses, reach
 from peers.daemon import DialOutcome, DialReport
 
 REMEMBERED_PEERS = 32
@@ -61,6 +62,13 @@ def split_line(recorded: int, reached: int) -> str:
     )
 
 
+def forwarding_line(port: int | None) -> str:
+    """What to say of a router's port at which others reach us; None if they do not any more."""
+    if port is None:
+        return "The router forwards nothing to this peer any more: it averages nothing for others."
+    return f"The router forwards port {port} to this peer (UPnP or NAT-PMP): others reach it, and it averages for them."
+
+
 def best_first(
     found: Mapping[str, Sequence[str]], answered: Collection[str], earlier: Iterable[str], *, given: Iterable[str] = ()
 ) -> list[str]:
@@ -78,13 +86,41 @@ def best_first(
     return list(dict.fromkeys([*first, *given, *rest, *earlier]))[:REMEMBERED_PEERS]
 
 
-def announced(own: Iterable[str], observed_hosts: Iterable[str]) -> tuple[str, ...]:
+def listening(visible: Iterable[str], host: str) -> tuple[list[Address], list[int]]:
+    """Where a daemon listens, and ports of a router that it says lead there.
+
+    It names both alike. The router gives it any port that is free, and names a public address, its own or not.
+
+    :param visible: addresses that the daemon names
+    :param host: IP address that it was told to listen on; of every interface the loopback is among those named
+    """
+    known, _ = parse_addresses(visible)
+    ours = [address for address in known if address.transport.host == host or _is_loopback(address.transport.host)]
+    port = (ours or known)[0].transport.port if known else 0
+    others = dict.fromkeys(address.transport.port for address in known if address.transport.port != port)
+    return [address for address in known if address.transport.port == port], list(others)
+
+
+def only_inside(addresses: Iterable[str]) -> bool:
+    """Whether none of these addresses can be dialled from everywhere; also if there are none."""
+    return all(reach(address) for address in parse_addresses(addresses)[0])
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def announced(own: Iterable[str], observed_hosts: Iterable[str], *, port: int | None = None) -> tuple[str, ...]:
     """The addresses to tell others: where somebody reached us, as well as where we listen; the widest known first.
 
     Behind a router that forwards our port we listen at a private address only.
 
     :param own: addresses that we listen at
-    :param observed_hosts: IP addresses at which others have reached the port that we listen on
+    :param observed_hosts: IP addresses at which others have reached us
+    :param port: the port that they reached, if it is a router's and not the one that we listen on
     """
     known, _ = parse_addresses(own)
     if not known:
@@ -92,7 +128,8 @@ def announced(own: Iterable[str], observed_hosts: Iterable[str]) -> tuple[str, .
     here = known[0]
     observed = [
         address_of(
-            Transport(protocol="ip6" if ":" in host else "ip4", host=host, port=here.transport.port), here.peer_id
+            Transport(protocol="ip6" if ":" in host else "ip4", host=host, port=port or here.transport.port),
+            here.peer_id,
         )
         for host in observed_hosts
     ]

@@ -57,8 +57,8 @@ def run_rival(scene: BenchmarkScene, contender: str, seed: int, directory: Path,
 
     with network, nothing_left_behind(), Observer(pids) as observer:
         try:
-            _start(scene, contender, seed, directory, peers, places, network)
-            _wait_until_ready(places)
+            start_rivals(scene, contender, seed, directory, peers, places, network)
+            wait_until_ready(places)
             began_at = time.time() + GO_SECONDS
             rivals.publish(directory / "go", repr(began_at))
             say(f"{contender}: {len(peers)} peers train for {scene.seconds:g} s")
@@ -73,7 +73,7 @@ def run_rival(scene: BenchmarkScene, contender: str, seed: int, directory: Path,
     return _rival_run(scene, contender, seed, directory, peers, observer, began_at)
 
 
-def _start(
+def start_rivals(
     scene: BenchmarkScene,
     contender: str,
     seed: int,
@@ -82,6 +82,7 @@ def _start(
     places: Mapping[str, RehearsedProcess],
     network: Network,
 ) -> None:
+    """Start a process of ``side_by_side_rivals`` for each peer; they wait for the file ``go``."""
     speeds = tuple(peer.samples_per_second for peer in peers)
     config = rivals.RivalConfig(
         contender=contender,
@@ -101,10 +102,11 @@ def _start(
         place.start(network.command(name, command), {**os.environ, "PYTHONUNBUFFERED": "1"})
 
 
-def _wait_until_ready(places: Mapping[str, RehearsedProcess]) -> None:
+def wait_until_ready(places: Mapping[str, RehearsedProcess]) -> None:
+    """:raises RehearsalError: a peer ended, or needs too long"""
     deadline = time.monotonic() + READY_SECONDS
     waiting = list(places.values())
-    while waiting := [place for place in waiting if not _events(place.metrics, "ready")]:
+    while waiting := [place for place in waiting if not events_of(place.metrics, "ready")]:
         dead = next((place for place in waiting if not place.is_alive), None)
         if dead is not None or time.monotonic() > deadline:
             place = dead or waiting[0]
@@ -141,9 +143,9 @@ def _rival_run(
     runs, processed, rounds, ended = [], [], 0, ""
     for index, peer in enumerate(peers):
         path = directory / str(index) / "metrics.jsonl"
-        steps = [event for event in _events(path, "step") if event["time"] <= ended_at]
-        ready = _events(path, "ready")[0]
-        ended = ended or next((event["reason"] for event in _events(path, "ended") if event["time"] <= ended_at), "")
+        steps = [event for event in events_of(path, "step") if event["time"] <= ended_at]
+        ready = events_of(path, "ready")[0]
+        ended = ended or next((event["reason"] for event in events_of(path, "ended") if event["time"] <= ended_at), "")
         last = steps[-1] if steps else {}
         rounds = max(rounds, last.get("rounds", 0))
         done = last.get("processed_samples", 0)
@@ -187,7 +189,7 @@ def _evaluate(directory: Path) -> tuple[Series, int]:
     task = rivals.task_of(rivals.load_manifest(RUN))
     model, held_out = task.build_model(), task.held_out(HELD_OUT_SAMPLES, HELD_OUT_SAMPLES)
     losses = []
-    for event in _events(directory / "metrics.jsonl", "snapshot"):
+    for event in events_of(directory / "metrics.jsonl", "snapshot"):
         nn.utils.vector_to_parameters(torch.from_numpy(np.load(directory / event["file"])), model.parameters())
         losses.append((float(event["time"]), mean_loss(task, model, held_out)))
     return losses, sum(parameter.numel() for parameter in model.parameters())
@@ -306,7 +308,8 @@ def _parameters(events: Mapping[str, list[dict[str, Any]]]) -> int:
     return sum(int(fragment["parameters"]) for fragment in goodbye["fragments"])
 
 
-def _events(path: Path, kind: str) -> list[dict[str, Any]]:
+def events_of(path: Path, kind: str) -> list[dict[str, Any]]:
+    """What a peer wrote in its metrics of one kind."""
     return [event for event in read_metrics(path) if event["event"] == kind]
 
 

@@ -27,6 +27,8 @@ import psutil
 import pytest
 from hivemind.p2p import PeerID
 from safetensors import safe_open
+from upnp_router import ADDRESS as HOME_ADDRESS
+from upnp_router import UpnpRouter
 
 from dht_config.invite import Invite
 from dht_config.manifest import example_manifest
@@ -88,9 +90,7 @@ class Peer:
         self.invite_file = swarm.path / f"{directory.name}.invite"
         self.expected_to_live = True
         self.events_before = len(self.all_events())
-        command = [sys.executable, *program, *self.arguments]
-        if directory.name in swarm.network:
-            command = swarm.network.command(directory.name, command)
+        command = swarm.at(directory.name, [sys.executable, *program, *self.arguments])
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
@@ -238,6 +238,8 @@ class Swarm:
         """Socket directories of crashed peers: the next start in their directory removes them, nobody before."""
         self.manifest = small_manifest(path / "run.toml")
         self.network = Network({})
+        self.homes: dict[str, UpnpRouter] = {}
+        """Routers that peers of these names are behind, in that network."""
 
     # ------------------------------------------------------------------ starting
 
@@ -252,7 +254,15 @@ class Swarm:
 
     def host(self, name: str) -> str:
         """The address that a peer of this name listens on."""
+        if name in self.homes:
+            return HOME_ADDRESS
         return self.network.address(name) if name in self.network else "127.0.0.1"
+
+    def at(self, name: str, command: list[str]) -> list[str]:
+        """The command that runs this command where the peer of this name is."""
+        if name in self.homes:
+            return self.homes[name].command(command)
+        return self.network.command(name, command) if name in self.network else command
 
     def environment(self, mark: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("P2P_TRAINER_")}

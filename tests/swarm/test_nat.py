@@ -8,6 +8,7 @@ import pytest
 from harness import (
     FRAGMENTS,
     START_SECONDS,
+    TICK_SECONDS,
     Swarm,
     assert_bases_hold_every_credit_once,
     assert_digests_agree,
@@ -17,6 +18,8 @@ from harness import (
     port_of_its_own,
     small_manifest,
 )
+
+from peers.presence import RECORD_SECONDS
 
 pytestmark = [pytest.mark.swarm, pytest.mark.namespaces, needs_links]
 
@@ -98,6 +101,36 @@ def test_peers_behind_nat_meet_again_when_their_bootstrap_is_back(swarm: Swarm) 
     swarm.leave_all()
     for peer in peers:
         assert_samples_add_up(peer)
+    assert_no_traceback(*swarm.peers)
+
+
+@pytest.mark.slow
+def test_peers_behind_nat_make_no_lines_of_their_own_while_their_only_bootstrap_is_away(swarm: Swarm) -> None:
+    """Longer than records stand: each is isolated, trains on, and all of it counts once the bootstrap is back."""
+    names = ("one", "two")
+    swarm.links(behind_nat=names, bootstrap="100M/10ms", one="20M/30ms", two="20M/30ms")
+    port = ("--port", str(port_of_its_own()))
+    bootstrap = swarm.bootstrap("bootstrap", None, *port)
+    peers = [swarm.join(name, bootstrap.invite, 40) for name in names]
+    swarm.wait_averaged(*peers, bootstrap, group=2, rounds=FRAGMENTS)
+    bootstrap.crash()
+    away = time.time()
+    for peer in peers:
+        swarm.wait_said(peer, "Isolated: nobody has answered for")
+    swarm.wait_until(lambda: time.time() > away + RECORD_SECONDS + 5 * TICK_SECONDS, "time passes", START_SECONDS)
+    assert not any(peer.rounds(after=away + TICK_SECONDS) for peer in peers), "it would be a rival's"
+    again = swarm.bootstrap("bootstrap", None, *port)
+    back = time.time()
+    swarm.wait_averaged(*peers, again, group=2, rounds=2 * FRAGMENTS, after=back)
+    for peer in peers:
+        print(
+            f"{peer.name}: {peer.rounds(group=2, after=back)[0]['time'] - back:.1f} s after the invite is there again"
+        )
+    swarm.leave_all()
+    assert_digests_agree(*peers, again)
+    for peer in peers:
+        assert assert_samples_add_up(peer)["dropped_samples"] == 0
+    assert_bases_hold_every_credit_once(peers)
     assert_no_traceback(*swarm.peers)
 
 

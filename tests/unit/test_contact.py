@@ -17,7 +17,7 @@ from dht_config.address import Address, parse_address
 from dht_config.network import NetworkSettings
 from peers.clock import Schedule
 from peers.company import GONE_SECONDS
-from peers.contact import Contact
+from peers.contact import ASK_AGAIN_SECONDS, Contact
 from peers.daemon import DialOutcome, DialReport
 from peers.membership import Member
 from peers.tasks import Tasks
@@ -61,7 +61,9 @@ class Line:
             addresses=[f"/ip4/{OLD_HOST}/tcp/1"] if can_be_dialled else [],
             node=SimpleNamespace(
                 protocol=SimpleNamespace(
-                    call_ping=call_ping, routing_table=SimpleNamespace(get=lambda *, peer_id: self.nodes.get(peer_id))
+                    wait_timeout=0.75,
+                    call_ping=call_ping,
+                    routing_table=SimpleNamespace(get=lambda *, peer_id: self.nodes.get(peer_id)),
                 ),
                 blacklist=SimpleNamespace(register_success=self.forgiven.append),
             ),
@@ -116,7 +118,7 @@ def test_where_nobody_opens_libp2p_is_not_asked_to_dial(tmp_path: Path, monkeypa
 
 def test_a_door_that_opens_is_knocked_at(tmp_path: Path) -> None:
     async def test(port: int) -> None:
-        assert await peers.contact.knock(parse_address(f"/ip4/127.0.0.1/tcp/{port}/p2p/{ONE}"))
+        assert await peers.contact.knock(parse_address(f"/ip4/127.0.0.1/tcp/{port}/p2p/{ONE}"), 5.0)
 
     listening(test)
 
@@ -127,7 +129,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(peers.contact, "dial", dial)
 
-    async def knock(address: Address) -> bool:
+    async def knock(address: Address, timeout_seconds: float) -> bool:
         return True
 
     monkeypatch.setattr(peers.contact, "knock", knock)
@@ -140,6 +142,24 @@ def test_who_answers_is_believed_again_and_asked_for_the_time(tmp_path: Path, mo
     assert line.search(monkeypatch)
     assert line.forgiven == line.clock_asked == [ONE]
     assert line.asked == [str(ONE)], "for everybody's records"
+
+
+@pytest.mark.parametrize(("answers_take", "waited"), [(0.75, 1.0), (3.0, 3.0), (24.0, 5.0)])
+def test_a_door_is_knocked_at_anew_as_soon_as_an_answer_would_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers_take: float, waited: float
+) -> None:
+    """What was sent while the line was down may be on its way for seconds, or from an address that is none any more."""
+    given: list[float] = []
+
+    async def knock(address: Address, timeout_seconds: float) -> bool:
+        given.append(timeout_seconds)
+        return False
+
+    monkeypatch.setattr(peers.contact, "knock", knock)
+    line = Line(tmp_path, [f"/ip4/127.0.0.1/tcp/1/p2p/{ONE}"], lambda peer, ping: False)
+    line.run.node.protocol.wait_timeout = answers_take
+    line.search(monkeypatch)
+    assert given == [waited]
 
 
 def test_a_connection_that_broke_with_the_line_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +199,107 @@ def test_who_could_not_be_dialled_announces_no_address(tmp_path: Path, monkeypat
     line = Line(tmp_path, [], lambda peer, ping: False, can_be_dialled=False)
     line.contact.came_back()
     assert renewed(line, monkeypatch, "198.18.0.9", "198.18.0.9") == []
+
+
+OPEN_PORT, SHUT_PORT = 54083, 54084
+"""Of a router, the first leading to us."""
+
+
+class Home:
+    """A peer behind a router: ports that it names, and what others say who try them.
+
+    ``tried`` holds the ports in the order in which others were asked.
+    """
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announces: tuple[str, ...] = ()) -> None:
+        self.line = Line(tmp_path, [], lambda peer, ping: False, can_be_dialled=False)
+        self.line.run.addresses[:] = [f"/ip4/{host}/tcp/1/p2p/{OTHER}" for host in announces]
+        self.ports: list[int] = []
+        self.somebody_tries = True
+        self.tried: list[int] = []
+        self.known_in_dht = 0
+        self.said: list[str] = []
+
+        async def get_visible_maddrs(latest: bool) -> list[str]:
+            ways = [("11.0.0.9", port) for port in self.ports] + [("127.0.0.1", 1), ("192.168.0.4", 1)]
+            return [f"/ip4/{host}/tcp/{port}/p2p/{OTHER}" for host, port in ways]
+
+        async def hosts_reached(
+            stub: object, peers: list[PeerID], port: int, *, inside: set[str]
+        ) -> tuple[str, ...] | None:
+            assert peers == [ONE] and inside == {"127.0.0.1", "192.168.0.4"}
+            self.tried.append(port)
+            if not self.somebody_tries:
+                return ()
+            return ("9.9.9.9",) if port == OPEN_PORT else None
+
+        async def become_known_in_dht(node: object) -> None:
+            self.known_in_dht += 1
+
+        self.line.run.p2p.get_visible_maddrs = get_visible_maddrs
+        self.line.run.training = SimpleNamespace(send=lambda message: self.said.append(message.text))
+        monkeypatch.setattr(peers.contact, "hosts_reached", hosts_reached)
+        monkeypatch.setattr(peers.contact, "become_known_in_dht", become_known_in_dht)
+
+    def renewed(self) -> list[str]:
+        """Hosts and ports that are announced after a look."""
+        asyncio.run(self.line.contact.renew_addresses([str(ONE)]))
+        return [":".join(address.split("/")[2:5:2]) for address in self.line.run.addresses]
+
+
+def test_a_port_that_a_router_has_opened_by_now_is_announced_once_others_have_reached_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path, monkeypatch)
+    assert home.renewed() == [] and not home.tried, "nothing to try yet"
+    home.ports = [OPEN_PORT]
+    found = [f"9.9.9.9:{OPEN_PORT}", "192.168.0.4:1"]
+    assert home.renewed() == found, "where they reached us, not what the router takes for its address"
+    assert home.known_in_dht == 1 and f"port {OPEN_PORT}" in home.said[0]
+    home.line.now += 10 * ASK_AGAIN_SECONDS
+    assert home.renewed() == found and home.tried == [OPEN_PORT], "asked once"
+    home.ports = []
+    assert home.renewed() == [] and "not" not in home.said[0] and "any more" in home.said[1]
+    assert len(home.said) == len(home.line.told) == 2
+
+
+def test_a_router_that_lies_costs_a_question_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path, monkeypatch)
+    home.ports = [SHUT_PORT]
+    for _ in range(3):
+        assert home.renewed() == []
+    assert home.tried == [SHUT_PORT]
+    home.line.now += ASK_AGAIN_SECONDS
+    assert home.renewed() == [] and home.tried == [SHUT_PORT] * 2
+    home.ports = [SHUT_PORT, OPEN_PORT]
+    assert home.renewed() == [f"9.9.9.9:{OPEN_PORT}", "192.168.0.4:1"]
+    assert len(home.said) == 1, "nobody is told of what did not come about"
+
+
+def test_who_is_reached_inside_its_network_alone_tries_the_routers_port_and_loses_nothing_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path, monkeypatch, announces=("192.168.0.4",))
+    home.ports = [SHUT_PORT]
+    assert home.renewed() == ["192.168.0.4:1"] and home.tried == [SHUT_PORT] and not home.said
+    home.ports = [OPEN_PORT]
+    assert home.renewed() == [f"9.9.9.9:{OPEN_PORT}", "192.168.0.4:1"]
+    public = Home(tmp_path, monkeypatch, announces=("8.8.8.8",))
+    public.ports = [OPEN_PORT]
+    assert public.renewed() == ["8.8.8.8:1"] and not public.tried
+
+
+def test_where_nobody_could_try_a_port_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path, monkeypatch)
+    home.ports, home.somebody_tries = [OPEN_PORT], False
+    assert home.renewed() == []
+    home.somebody_tries = True
+    assert home.renewed() == [], "a moment later"
+    home.line.now += ASK_AGAIN_SECONDS
+    assert len(found := home.renewed()) == 2
+    home.line.contact.came_back()
+    home.somebody_tries = False
+    assert home.renewed() == found and len(home.said) == 1
 
 
 def heard_of(line: Line, **statuses: str) -> None:

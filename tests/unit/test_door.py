@@ -73,3 +73,19 @@ def test_all_that_are_asked_and_answer_must_have_reached_us(answers: list[Any], 
 
     peers = [peer(number) for number in range(len(answers))]
     assert asyncio.run(hosts_reached(stub, peers, 31337)) == expected
+
+
+def test_who_sees_us_inside_our_network_has_no_say_in_whether_a_router_leads_to_us() -> None:
+    def stub(asked: PeerID) -> Any:
+        async def rpc_dial_back(request: DialBack, timeout: float) -> DialedBack:
+            host, reached = (("192.168.0.4", False), ("192.0.2.1", True))[asked.to_bytes()[-1]]
+            return DialedBack(DialedBackHeader(host=host, reached=reached))
+
+        return SimpleNamespace(rpc_dial_back=rpc_dial_back)
+
+    def reached(*numbers: int) -> tuple[str, ...] | None:
+        asked = [peer(number) for number in numbers]
+        return asyncio.run(hosts_reached(stub, asked, 54083, inside={"127.0.0.1", "192.168.0.4"}))
+
+    assert reached(0, 1) == ("192.0.2.1",)
+    assert reached(0) == (), "not known"

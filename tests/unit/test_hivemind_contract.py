@@ -261,6 +261,20 @@ def test_a_dht_node_can_live_in_our_loop_on_our_p2p_without_caching() -> None:
     assert "uid_to_peer_id" in source_of(sys.modules["hivemind.dht.routing"])
 
 
+def test_a_dht_node_that_only_asks_lacks_what_we_add_when_others_can_dial_us() -> None:
+    """``become_known_in_dht`` does what the constructor does for nodes that answer."""
+    text = source_of(DHTProtocol.create.__func__)
+    assert "await self.add_p2p_handlers(self.p2p, AuthRPCWrapper(self, AuthRole.SERVICER, self.authorizer))" in text
+    assert "self.node_info = dht_pb2.NodeInfo(node_id=node_id.to_bytes())" in text
+    assert reads_in(DHTProtocol.create.__func__, "client_mode") == 1
+
+
+def test_matchmaking_asks_whether_we_only_follow_at_every_step() -> None:
+    """``RoundKeeper`` may change it between two searches."""
+    assert "client_mode" not in vars(Matchmaking)
+    assert re.findall(r"self\.client_mode = (.*)", source_of(Matchmaking)) == ["client_mode"]
+
+
 def test_every_message_of_the_dht_is_unpacked_by_the_serializer_that_we_cap() -> None:
     assert isinstance(inspect.getattr_static(MSGPackSerializer, "loads"), classmethod)
     assert {"_ext_type_codes", "_TUPLE_EXT_TYPE_CODE"} <= set(vars(MSGPackSerializer))

@@ -8,7 +8,7 @@ import pytest
 
 from dht_config.address import dialable, parse_address, reach
 from peers.daemon import DialOutcome, DialReport
-from peers.ways_in import REMEMBERED_PEERS, announced, best_first, clock_line, nobody_answers, split_line
+from peers.ways_in import REMEMBERED_PEERS, announced, best_first, clock_line, listening, nobody_answers, split_line
 
 IDS = ["QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"]
 FAILURES = [outcome for outcome in DialOutcome if outcome is not DialOutcome.CONNECTED]
@@ -82,6 +82,19 @@ def test_where_others_reached_us_is_announced_before_what_only_this_network_know
     assert announced(own, ["172.17.0.2"]) == (way("172.17.0.2"),)
     assert announced([way("127.0.0.1")], []) == (way("127.0.0.1"),), "all on one machine"
     assert announced([], ["8.8.113.9"]) == ()
+    forwarded = announced(own, ["8.8.113.9"], port=54083)
+    assert forwarded == (way("8.8.113.9", port=54083), way("172.17.0.2")), "by a router's port"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.4", "::"])
+def test_a_port_that_a_router_forwards_is_told_from_the_one_where_we_listen(host: str) -> None:
+    """The daemon names both alike, and whichever comes first."""
+    ours = [way("192.168.0.4"), *([] if host == "192.168.0.4" else [way("127.0.0.1")])]
+    claimed = [way("11.0.0.9", port=54083), way("11.0.0.9", port=54084)]
+    for visible in ([*claimed, *ours], [*ours, *claimed]):
+        known, ports = listening(visible, host)
+        assert {address.text for address in known} == set(ours) and ports == [54083, 54084]
+    assert listening(ours, host)[1] == [] and listening([], host) == ([], [])
 
 
 @pytest.mark.parametrize(
