@@ -20,6 +20,7 @@ class Awake(RoundKeeper):
 
     def __init__(self, held: Claim | None) -> None:
         self._bases: Any = SimpleNamespace(better_claim=lambda state: held)
+        self._looking = set[int]()
 
     async def _find_group(self, *arguments: Any) -> tuple[bytes, tuple[Any, ...]]:
         return b"alone", (SimpleNamespace(peer_id="own"),)
@@ -38,7 +39,7 @@ def test_whoever_may_have_the_base_of_an_earlier_attempt_is_asked_before_the_nex
     awake._reducers = SimpleNamespace(distrusted=lambda now: (lost.to_bytes(),))  # type: ignore[assignment]
     awake._unfaithful = SimpleNamespace(distrusted=lambda now: ())  # type: ignore[assignment]
     awake._run = SimpleNamespace(clock=SimpleNamespace(now=lambda: 0.0))  # type: ignore[assignment]
-    state: Any = SimpleNamespace(unresolved_mates=frozenset({"own", str(has_it), str(lost)}))
+    state: Any = SimpleNamespace(index=0, unresolved_mates=frozenset({"own", str(has_it), str(lost)}))
     with pytest.raises(RoundVoid, match="others have made the next base"):
         asyncio.run(awake._attempt(1, 0.0, state, SimpleNamespace(), {}))  # type: ignore[arg-type]
     assert sorted(asked) == sorted(["own", str(has_it)])
@@ -47,4 +48,4 @@ def test_whoever_may_have_the_base_of_an_earlier_attempt_is_asked_before_the_nex
 def test_who_is_alone_fetches_what_the_others_made_before_it_goes_on() -> None:
     awake = Awake(Claim(version=9, digest=bytes(32), total_samples=900))
     with pytest.raises(RoundVoid, match="others have made the next base"):
-        asyncio.run(awake._attempt(0, 0.0, SimpleNamespace(), SimpleNamespace(), {}))  # type: ignore[arg-type]
+        asyncio.run(awake._attempt(0, 0.0, SimpleNamespace(index=0), SimpleNamespace(), {}))  # type: ignore[arg-type]
