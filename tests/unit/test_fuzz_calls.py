@@ -89,7 +89,7 @@ class Desk:
             cast(Any, self.lines.__getitem__),
             self.clock.now,
             lambda: 1.0,
-            Allowance(Path(os.devnull), lambda: NOW, daily_bytes=2**40),
+            Allowance(Path(os.devnull, "traffic.json"), lambda: NOW, daily_bytes=2**40),
         )
         self.looked: list[PeerID] = []
 

@@ -246,7 +246,7 @@ class Line:
 
 def gossip_of(room: Newsroom, lines: dict[PeerID, Line], daily_bytes: int | None = None) -> Gossip:
     stub: Any = lines.__getitem__
-    allowance = Allowance(Path(os.devnull), lambda: NOW, daily_bytes=daily_bytes)
+    allowance = Allowance(Path(os.devnull, "traffic.json"), lambda: NOW, daily_bytes=daily_bytes)
     return Gossip(room, stub, lambda: NOW, lambda: 1.0, allowance)
 
 

@@ -72,7 +72,7 @@ class Records(Presence):
             own_id=b"own",
             can_be_dialled=True,
             stub=None,
-            allowance=Allowance(Path(os.devnull), lambda: self.now),
+            allowance=Allowance(Path(os.devnull, "traffic.json"), lambda: self.now),
             fragments=(SimpleNamespace(version=-1),),
         )
         super().__init__(run, heard_from_others=True)  # type: ignore[arg-type]

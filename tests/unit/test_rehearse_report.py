@@ -608,9 +608,9 @@ needs_memory_limits = pytest.mark.skipif(not memory_can_be_limited(), reason="me
 
 
 def memory_groups() -> set[Path]:
-    """Control groups of rehearsals below ours and those around it."""
+    """Control groups of this process's rehearsals below ours and those around it."""
     around = [group for hierarchy in hierarchies() for group in hierarchy.upwards()]
-    return {found for group in around for found in group.glob("p2p-trainer-rehearsal-*")}
+    return {found for group in around for found in group.glob(f"p2p-trainer-rehearsal-{os.getpid()}-*")}
 
 
 def children() -> set[psutil.Process]:
