@@ -51,6 +51,8 @@ REDUCER_DISTRUST_CYCLES, REDUCER_DISTRUST_DOUBLINGS = 4.0, 6
 """A reducer without a share still contributes: being careful costs little."""
 LEADER_DISTRUST_DOUBLINGS = 2
 """A leader that nobody follows takes part in no round: it may just have been slow."""
+LEAST_LEAD = 0.25
+"""Of the matchmaking time: enough for a snapshot and to find who leads, who begins at the tick."""
 KEPT_SNAPSHOTS = 2
 """Of rounds that brought no result here: if others counted us, what was trained since then can be kept."""
 MAX_SAMPLES_PER_SECOND = 1e6
@@ -177,7 +179,7 @@ class RoundKeeper:
         elif not self._presence.is_held(tick):
             report["due"] = False
             report["reason"] = "most peers skip this round: their lines do not carry more"
-        elif state.busy.locked():
+        elif not await self._is_free_in_time(tick, state):
             report["reason"] = "the previous round or a fetch of this fragment is still under way"
             current = self._under_way.get(state.index)
             held_up_by_others = current.waits_for_others if current is not None else state.index in self._looking
@@ -196,6 +198,22 @@ class RoundKeeper:
                     state.forget_snapshot()  # nobody was sent anything of it
         report.update(version=state.version, digest=state.digest.hex())
         self._run.training.send(Event("round", report))
+
+    async def _is_free_in_time(self, tick: int, state: FragmentState) -> bool:
+        """Whether a fragment's round can begin. A base that arrives while others still look for each other is in time.
+
+        Else a line on which it always arrives a moment after they begin to would, once a round behind, stay behind.
+        """
+        fetching = state.index not in self._under_way and state.index not in self._looking
+        if state.busy.locked() and fetching:
+            needed = self._run.manifest.averaging.matchmaking_seconds * LEAST_LEAD
+            left = self._run.schedule.begins(tick) - needed - self._run.clock.now()
+            try:
+                await asyncio.wait_for(state.busy.acquire(), max(0.0, left))
+            except asyncio.TimeoutError:
+                return False
+            state.busy.release()
+        return not state.busy.locked()
 
     async def _attempt_round(self, tick: int, state: FragmentState, report: dict[str, Any]) -> None:
         begins = self._run.schedule.begins(tick)

@@ -222,12 +222,12 @@ def least_own_rate(scene: BenchmarkScene, peers: Sequence[PeerRun]) -> float | N
     if (throttled := scene.throttled_seconds) is None:
         return None
     windows = ((0.0, throttled[0]), throttled, (throttled[1], scene.seconds))
-    rates = [
-        increase(peer.work, window) / (window[1] - window[0]) / peer.speed
-        for peer in peers
-        if peer.name not in scene.throttled
-        for window in windows
-    ]
+    rates = []
+    for peer in peers:
+        if peer.name not in scene.throttled and peer.work:
+            # Its first and last account may be seconds within the run.
+            known = [(max(since, peer.work[0][0]), min(until, peer.work[-1][0])) for since, until in windows]
+            rates += [increase(peer.work, one) / (one[1] - one[0]) / peer.speed for one in known if one[0] < one[1]]
     return min(rates, default=None)
 
 

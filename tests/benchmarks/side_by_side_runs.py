@@ -276,9 +276,12 @@ def _our_run(
                 if event["event"] == "account"
             ],
             work=[
-                (event["time"] - all_there_at, event["processed_samples"])
-                for event in events[peer.name]
-                if event["event"] == "account"
+                (started[peer.name] - all_there_at, 0.0),
+                *(
+                    (event["time"] - all_there_at, event["processed_samples"])
+                    for event in events[peer.name]
+                    if event["event"] == "account"
+                ),
             ],
             seconds_to_first_credit=peer.seconds_to_first_credit,
         )

@@ -20,14 +20,18 @@ class Keeper:
 
     def __init__(self, under_way: Any, *, looking: bool) -> None:
         busy = asyncio.Lock()
-        state = SimpleNamespace(index=0, busy=busy, version=3, digest=b"")
+        state = SimpleNamespace(index=0, busy=busy, version=3, digest=b"", taken=None)
         self.reasons: list[str] = []
+        self.now = 100.0  # every tick has begun
+        self.attempted: list[int] = []
         self.cadence = Cadence(SCHEDULE)
         self._run = SimpleNamespace(
             schedule=SCHEDULE,
             fragments=[state],
             allowance=SimpleNamespace(is_used_up=False),
             life=SimpleNamespace(takes_part=True),
+            manifest=SimpleNamespace(averaging=SimpleNamespace(matchmaking_seconds=0.4)),
+            clock=SimpleNamespace(now=lambda: self.now),
             training=SimpleNamespace(send=lambda event: self.reasons.append(event.fields["reason"])),
         )
         self._presence = SimpleNamespace(cadence=self.cadence, pace=lambda: 1, is_held=lambda tick: True)
@@ -39,6 +43,12 @@ class Keeper:
 
     def _missed(self, tick: int) -> None:
         self.cadence.missed(tick)
+
+    async def _is_free_in_time(self, tick: int, state: Any) -> bool:
+        return await RoundKeeper._is_free_in_time(self, tick, state)  # type: ignore[arg-type]
+
+    async def _attempt_round(self, tick: int, state: Any, report: Any) -> None:
+        self.attempted.append(tick)
 
     def cadence_after_rounds(self) -> int:
         async def hold() -> None:
@@ -64,3 +74,24 @@ def test_only_what_our_own_line_holds_up_has_us_take_part_less_often(
     under_way: Any, looking: bool, cadence: int
 ) -> None:
     assert Keeper(under_way, looking=looking).cadence_after_rounds() == cadence
+
+
+@pytest.mark.parametrize(("left_seconds", "attempted"), [(60.0, [10]), (0.1, [])])
+def test_a_base_that_arrives_while_the_others_look_for_each_other_is_in_time(
+    left_seconds: float, attempted: list[int]
+) -> None:
+    """Where it came a moment after we would have begun to, cycle after cycle, a fragment was in no round any more."""
+    keeper = Keeper(None, looking=False)
+    keeper.now = SCHEDULE.begins(10) - left_seconds
+
+    async def hold() -> None:
+        busy = keeper._run.fragments[0].busy
+        await busy.acquire()
+        round_ = asyncio.create_task(RoundKeeper._hold_round(keeper, 10))  # type: ignore[arg-type]
+        if attempted:
+            await asyncio.sleep(0)
+            busy.release()
+        await round_
+
+    asyncio.run(hold())
+    assert keeper.attempted == attempted
