@@ -176,9 +176,10 @@ class OuterOptimizerSection(_Section):
     0.4 / 0.6 1.705 and 1.0 / 0.0 1.713 (2 seeds, 0.002 and 0.006), 0.7 / 0.8 2.033 (2 seeds, 0.029). So lr / (1 -
     momentum) should be from 1 to 2; which pair makes it was not seen to matter.
 
-    Without ``--quick`` (1.03 M parameters, 400 rounds, ``results/learning-full.json``) there is one seed so far, and
-    not all of the grid. At once and half a cycle late: 0.4 / 0.6 1.519 and 1.527, 1.0 / 0.0 1.508 and 1.533, 0.7 / 0.6
-    1.616 and 1.624, all others more than 1.68. If two more seeds say the same, 0.4 / 0.6 is the better default.
+    Without ``--quick`` (1.03 M parameters, 400 rounds, ``results/learning-full.json``) there is one seed so far. At
+    once, half a cycle and a cycle late: 0.4 / 0.6 1.519, 1.527 and 1.552, 0.7 / 0.6 1.616, 1.624 and 1.643, 1.0 / 0.0
+    1.508 and 1.533 (not run a cycle late), all others more than 1.68. If two more seeds say the same, 0.4 / 0.6 is the
+    better default.
     """
 
     name: Literal["nesterov", "adamw"] = "nesterov"
