@@ -109,6 +109,14 @@ def join(
         bool | None,
         typer.Option("--compile/--no-compile", help="Try torch.compile; by default on cards.", show_default=False),
     ] = None,
+    cadence: Annotated[
+        int | None,
+        typer.Option(help="Take part in every round (1), every 2nd or every 4th; by default as the line carries."),
+    ] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(help="int8, int4 or sparse, if the run leaves it to its peers; by default by the line."),
+    ] = None,
     allow_files: Annotated[
         bool, typer.Option("--allow-files", help="Let an invited run read the files it names on this machine.")
     ] = False,
@@ -149,6 +157,8 @@ def join(
         "train_fragments": train_fragments,
         "compute_dtype": compute_dtype,
         "compile": compile,
+        "cadence": cadence,
+        "codec": codec,
         "allow_files": allow_files or None,
         "upload_limit": upload_limit,
         "daily_traffic": daily_traffic,

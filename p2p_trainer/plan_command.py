@@ -63,6 +63,14 @@ def plan(
         bool | None,
         typer.Option("--compile/--no-compile", help="Try torch.compile; by default on cards.", show_default=False),
     ] = None,
+    cadence: Annotated[
+        int | None,
+        typer.Option(help="Take part in every round (1), every 2nd or every 4th; by default as the line carries."),
+    ] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(help="int8, int4 or sparse, if the run leaves it to its peers; by default by the line."),
+    ] = None,
     settings_file: Annotated[
         Path | None, typer.Option("--settings", help="A TOML file with settings; flags and environment override it.")
     ] = None,
@@ -100,6 +108,8 @@ def plan(
                 "train_fragments": train_fragments,
                 "compute_dtype": compute_dtype,
                 "compile": compile,
+                "cadence": cadence,
+                "codec": codec,
                 "peer": tuple(peer or ()),
                 "wait_seconds": wait_seconds,
                 "allow_files": allow_files or None,

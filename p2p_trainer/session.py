@@ -253,6 +253,8 @@ class Session:
                 restart=self.restart,
                 wait_seconds=self.settings.wait_seconds,
                 up_bytes_per_second=self.settings.up_bytes_per_second,
+                wished_cadence=self.settings.cadence,
+                wished_codec=self.settings.codec,
                 daily_bytes=self.settings.daily_bytes,
             )
         )

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import platformdirs
 from annotated_types import Ge, Gt, Le
@@ -26,8 +26,11 @@ from dht_config.network import NetworkSettings
 from p2p_trainer.machines import read_memory, read_rate
 
 StrategyName = Literal["full", "checkpoint", "host_optimizer", "fragments", "stream"]
-ComputeDtype = Literal["float32", "bfloat16", "float16"]
 """Ways to train in little memory; what they are is said in ``p2p_trainer/strategies``, which takes torch to import."""
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+CadenceChoice = Literal[1, 2, 4]
+CodecChoice = Literal["int8", "int4", "sparse"]
+"""As in ``peers/line.py``, which takes torch to import."""
 
 ENVIRONMENT_PREFIX = "P2P_TRAINER_"
 _DEVICE = re.compile(r"cpu(:0)?|mps(:0)?|cuda(:[0-9]{1,3})?")
@@ -98,6 +101,10 @@ class PeerSettings(BaseSettings):
     """How many of the newest snapshots are all kept; before them ever fewer are."""
     allow_files: bool = False
     """Let a run that was joined by invite read the files that its manifest names on this machine."""
+    cadence: CadenceChoice | None = None
+    """Take part in every round (1), every 2nd or every 4th; by default as often as the line carries."""
+    codec: CodecChoice | None = None
+    """int8, int4 or sparse: the codec of contributions in a run that leaves it to its peers; by default by the line."""
     upload_limit: str | None = None
     """What rounds and bases may send, on average, in bits a second, such as 5M; by default what the line carries."""
     daily_traffic: str | None = None
@@ -113,6 +120,11 @@ class PeerSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    @field_validator("cadence", mode="before")
+    @classmethod
+    def _number(cls, value: object) -> object:
+        return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
     @field_validator("announce", "peer", mode="before")
     @classmethod
@@ -250,6 +262,9 @@ def _allowed(name: str, complaint: str) -> str:
     kinds = {field.annotation, *get_args(field.annotation)} if field is not None else set()
     if bool in kinds:
         return "true or false"
+    choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+    if choices:
+        return f"{', '.join(str(one) for one in choices[:-1])} or {choices[-1]}"
     if field is None or not kinds & {int, float}:
         return f"something else ({complaint[:1].lower()}{complaint[1:]})"
     least = next((item.ge for item in field.metadata if isinstance(item, Ge)), None)

@@ -49,14 +49,31 @@ class Cadence:
 
     The cadence is raised at once: the others wait for it once in vain at most. It is lowered only after everybody could
     read of it for a cycle, at a round in which this peer is due anyhow: it would come to rounds for which nobody waits.
+
+    A person may wish for either. What is measured of the line does not count then; rounds that close without this peer
+    do, as the others wait for them: they make it take part less often than wished, until a probe finds that it can.
+
+    :param codec: the run's
+    :param wished_cadence: as a person chose; None leaves it to measurement
+    :param wished_codec: the same; it counts where the run leaves the codec to its peers
     """
 
-    def __init__(self, schedule: Schedule, codec: str = "float32") -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        codec: str = "float32",
+        *,
+        wished_cadence: CadenceValue | None = None,
+        wished_codec: CodecName | None = None,
+    ) -> None:
         self._schedule = schedule
         self._codec = codec
-        self._chosen: CodecName = CODECS[0]
-        self._kept: CadenceValue = 1
-        self._announced: CadenceValue = 1
+        self._is_wished = wished_cadence is not None
+        self._least: CadenceValue = wished_cadence or CADENCES[0]
+        self._choices: tuple[CodecName, ...] = (wished_codec,) if wished_codec is not None else CODECS
+        self._chosen = self._choices[0]
+        self._kept = self._least
+        self._announced = self._least
         self._since_tick = self._changed_tick = 0
         self._late = self._in_time = 0
         self._patience_doublings = 0
@@ -104,12 +121,14 @@ class Cadence:
         :param rate: what limits us, as far as that is known
         :param use: what rounds want of our line with each codec
         """
-        if self._codec == "auto":
+        if self._codec == "auto" and len(self._choices) > 1:
             self._chosen = next_codec(self._chosen, rate, use)
         return self.measured(rate, use(self.codec), tick) if rate.is_known else self.unlimited(tick)
 
     def measured(self, rate: LineRate, use: LineUse, tick: int) -> bool:
         """What our line is known to carry, while its own rate is what limits it; returns whether this changes ours."""
+        if self._is_wished:
+            return False
         needed = use.least_cadence(rate)
         cautious = use.least_cadence(rate.times(CAUTION))
         if needed > self._announced:
@@ -121,7 +140,7 @@ class Cadence:
     def took_part(self, tick: int, *, late: bool) -> bool:
         """A round is over, for us in time or not; returns whether this changes our cadence."""
         self._late, self._in_time = (self._late + 1, 0) if late else (0, self._in_time + 1)
-        stronger = CODECS[CODECS.index(self._chosen) + 1 :]
+        stronger = self._choices[self._choices.index(self._chosen) + 1 :]
         if self._late >= LATE_IN_A_ROW and self._codec == "auto" and stronger:
             self._choose(stronger[0], tick)  # before it skips rounds
             return False
@@ -137,7 +156,7 @@ class Cadence:
 
     def unlimited(self, tick: int) -> bool:
         """Nothing says that our line is what limits rounds; after some of them in time, take part more often."""
-        if self._in_time >= IN_TIME_ROUNDS and self._announced > 1:
+        if self._in_time >= IN_TIME_ROUNDS and self._announced > 1 and not self._is_wished:
             self._patience_doublings = 0
             return self._set(_lower(self._announced), tick)
         return False
@@ -149,12 +168,12 @@ class Cadence:
         Returns whether this changes our cadence.
         """
         wait_cycles = PROBE_CYCLES * 2**self._patience_doublings
-        best = self._announced == 1 and self._chosen == CODECS[0]
+        best = self._announced == self._least and self._chosen == self._choices[0]
         if best or tick < self._changed_tick + wait_cycles * self._schedule.fragments:
             return False
         self._patience_doublings = min(PROBE_DOUBLINGS, self._patience_doublings + 1)
-        if self._announced == 1:
-            self._choose(CODECS[CODECS.index(self._chosen) - 1], tick)
+        if self._announced == self._least:
+            self._choose(self._choices[self._choices.index(self._chosen) - 1], tick)
             return False
         return self._set(_lower(self._announced), tick)
 

@@ -72,7 +72,12 @@ class Presence:
         self.caught_up = False
         """Whether our base of any fragment has been the swarm's. Before that nobody should count on us: on a line too
         slow to keep up, a peer that rounds wait for would hold everybody up."""
-        self.cadence = Cadence(run.schedule, run.manifest.averaging.codec)
+        self.cadence = Cadence(
+            run.schedule,
+            run.manifest.averaging.codec,
+            wished_cadence=run.settings.wished_cadence,
+            wished_codec=run.settings.wished_codec,
+        )
         self._own_peer = str(run.settings.identity.peer_id)
         self._own_record: Member | None = None
         self._dead: dict[str, float] = {}

@@ -9,6 +9,7 @@ from typing import Literal
 from dht_config.address import Address
 from dht_config.identity import Identity
 from dht_config.network import NetworkSettings
+from peers.line import CadenceValue, CodecName
 
 Role = Literal["training", "serving"]
 
@@ -40,6 +41,10 @@ class SwarmSettings:
     """What rounds and bases may send, on average; None for no limit."""
     daily_bytes: int | None = None
     """What they may move in a day, both ways together; None for no limit."""
+    wished_cadence: CadenceValue | None = None
+    """How many rounds of a fragment there are for one of ours; None leaves it to measurement."""
+    wished_codec: CodecName | None = None
+    """How to encode contributions where the run leaves that to its peers; None leaves it to measurement."""
 
     @property
     def remembered_peers_path(self) -> Path:

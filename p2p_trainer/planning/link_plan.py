@@ -6,8 +6,9 @@ import math
 from dataclasses import replace
 from functools import partial
 
+from dht_config.errors import UsageError
 from dht_config.manifest import RunManifest
-from p2p_trainer.planning.plan_facts import Link
+from p2p_trainer.planning.plan_facts import NO_WISHES, Link, Wishes
 from peers.clock import Schedule
 from peers.fragments import FragmentLayout
 from peers.line import CADENCES, CODECS, SHARE_OF_LINE, CadenceValue, LineRate, LineUse, least_codec, line_use
@@ -16,9 +17,19 @@ _BYTES_PER_VALUE = 4
 _OFTEN = {1: "every round", 2: "every 2nd round", 4: "every 4th round"}
 
 
-def plan_line(link: Link, manifest: RunManifest, layout: FragmentLayout) -> tuple[CadenceValue, str, list[str]]:
-    """(cadence, codec, why). Unless the run leaves the codec to its peers it is the run's, alike for all."""
+def plan_line(
+    link: Link, manifest: RunManifest, layout: FragmentLayout, wishes: Wishes = NO_WISHES
+) -> tuple[CadenceValue, str, list[str]]:
+    """(cadence, codec, why). Unless the run leaves the codec to its peers it is the run's, alike for all.
+
+    :raises UsageError: a codec is wished for, and the run has one for all
+    """
     of_run = manifest.averaging.codec
+    if wishes.codec is not None and of_run != "auto":
+        raise UsageError(
+            f"--codec: all peers of this run encode with {of_run}.",
+            'Leave --codec out; it is for runs whose manifest says codec = "auto".',
+        )
     rate = LineRate(
         up=link.up / 8 if link.up is not None else math.inf,
         down=link.down / 8 if link.down is not None else math.inf,
@@ -26,21 +37,35 @@ def plan_line(link: Link, manifest: RunManifest, layout: FragmentLayout) -> tupl
     )
     use = partial(_line_use, manifest, layout)
     codec: str = of_run
-    if of_run == "auto":
-        codec = least_codec(rate, use) if rate.is_known else CODECS[0]
-    whose = "chosen by this peer" if of_run == "auto" else "the run's"
+    if wishes.codec is not None:
+        codec, whose = wishes.codec, "as you say"
+    elif of_run == "auto":
+        codec, whose = least_codec(rate, use) if rate.is_known else CODECS[0], "chosen by this peer"
+    else:
+        whose = "the run's"
     if not rate.is_known:
-        return 1, codec, [f"The line is not measured yet: every round until rounds show otherwise; {codec} ({whose})."]
-    cadence = use(codec).least_cadence(rate)
-    reasons = [f"{_line_in_words(link)}: {_OFTEN[cadence]}, {codec} ({whose})."]
+        often = f"{_OFTEN[wishes.cadence]}, as you say" if wishes.cadence else "every round until rounds show otherwise"
+        return wishes.cadence or 1, codec, [f"The line is not measured yet: {often}; {codec} ({whose})."]
+    carried = use(codec).least_cadence(rate)
+    cadence = wishes.cadence or carried
+    said = ", as you say" if wishes.cadence else ""
+    reasons = [f"{_line_in_words(link)}: {_OFTEN[cadence]}{said}, {codec} ({whose})."]
+    if carried > cadence:
+        reasons.append(
+            f"The line carries {_OFTEN[carried]}: while rounds close without this peer, it takes part less often."
+        )
+    elif carried < cadence:
+        reasons.append(f"The line carries {_OFTEN[carried]}.")
     near = use(codec).least_cadence(replace(rate, round_trip_seconds=0.0))
-    if near < cadence:
+    if near < cadence and not wishes.cadence:
         reasons.append(f"Nearer than {link.round_trip_seconds:.2g} s to the others it would be {_OFTEN[near]}.")
     most = CADENCES[-1]
     if (share := use(codec).share(rate, most)) > SHARE_OF_LINE:
         way, bits_per_second = _bottleneck(use(codec), rate, most)
-        denser = [name for name in CODECS if use(name).share(rate, most) <= SHARE_OF_LINE and of_run != "auto"]
-        other_run = f"a run with codec {denser[0]}" if denser else "longer ticks"
+        fixed = of_run != "auto" or wishes.codec is not None
+        denser = [name for name in CODECS if use(name).share(rate, most) <= SHARE_OF_LINE and fixed]
+        where = "a run with codec" if of_run != "auto" else "--codec"
+        other_run = f"{where} {denser[0]}" if denser else "longer ticks"
         reasons.append(
             f"Even that is too often: this peer's rounds would come late. It takes "
             f"{bits(bits_per_second * share / SHARE_OF_LINE)} {way}, or {other_run}."

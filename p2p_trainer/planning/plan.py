@@ -121,7 +121,7 @@ def plan(
     """Decide; pure.
 
     :raises PlanError: the machine's memory fits no strategy, or not the one that was wished for
-    :raises UsageError: more fragments are to be trained than the run has
+    :raises UsageError: more fragments are to be trained than the run has, or it has a codec for all and one was chosen
     """
     layout = model.layout
     candidates = candidates_of(machine, manifest, model, wishes)
@@ -133,7 +133,7 @@ def plan(
     micro_batch, rate, why_micro_batch = _micro_batch(machine, manifest, chosen, wishes)
     compiled, why_compiled = _compiled(machine, manifest, model, chosen, micro_batch, rate, wishes)
     rate = compiled.samples_per_second if compiled is not None else rate
-    cadence, codec, why_line = plan_line(link, manifest, layout)
+    cadence, codec, why_line = plan_line(link, manifest, layout, wishes)
     batch_size, why_batch = batch_for(manifest, rate, cadence, wishes)
     if micro_batch > batch_size:
         micro_batch, compiled, why_compiled = batch_size, None, []

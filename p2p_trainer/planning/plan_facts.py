@@ -12,7 +12,7 @@ from p2p_trainer.planning.compute import ComputeDtype
 from p2p_trainer.strategies import STRATEGIES, ModelFacts, StrategyName
 from p2p_trainer.throughput import Stopped, Throughput
 from peers.fragments import FragmentLayout
-from peers.line import CadenceValue, LineRate
+from peers.line import CadenceValue, CodecName, LineRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +105,12 @@ class Wishes:
     """What a volunteer decided; None leaves it to the plan."""
 
     compile: bool | None = None
-
     micro_batch: int | None = None
     batch_size: int | None = None
     strategy: StrategyName | None = None
     train_fragments: int | None = None
+    cadence: CadenceValue | None = None
+    codec: CodecName | None = None
 
 
 NO_WISHES = Wishes()

@@ -123,6 +123,8 @@ def wishes_of(settings: PeerSettings) -> Wishes:
         batch_size=settings.batch,
         strategy=settings.strategy,
         train_fragments=settings.train_fragments,
+        cadence=settings.cadence,
+        codec=settings.codec,
     )
 
 

@@ -7,6 +7,7 @@ from harness import (
     Swarm,
     assert_bases_hold_every_credit_once,
     assert_digests_agree,
+    assert_no_traceback,
     assert_samples_add_up,
     small_manifest,
 )
@@ -36,3 +37,22 @@ def test_bases_agree_whatever_is_left_out_on_the_way(swarm: Swarm, codec: str, a
     parameters = sum(row["parameters"] for row in leave["fragments"]) / len(leave["fragments"])
     round_of_three = peers[0].rounds(group=3)[-1]
     assert round_of_three["bytes_sent"] + round_of_three["bytes_received"] < 3 * 4 * parameters, "less than float32"
+
+
+def test_a_peer_takes_part_as_often_and_encodes_as_its_person_says(swarm: Swarm) -> None:
+    averaging = 'matchmaking_seconds = 0.5\ncodec = "auto"\nanswer_codec = "int8"'
+    bootstrap = swarm.bootstrap("bootstrap", small_manifest(swarm.path / "auto.toml", matchmaking_seconds=averaging))
+    rare = swarm.join("rare", bootstrap.invite, 20, "--cadence", "2", environment={"P2P_TRAINER_CODEC": "sparse"})
+    others = [swarm.join(name, bootstrap.invite, 40) for name in ("one", "other")]
+    swarm.wait_averaged(rare, *others, group=3, rounds=3)
+    swarm.wait_averaged(*others, group=2, rounds=8)
+    assert set(swarm.leave_all().values()) == {0}
+    (plan,) = rare.events("plan")
+    assert (plan["cadence"], plan["codec"]) == (2, "sparse")
+    assert {(event["cadence"], event["codec"]) for event in rare.rounds(group=3)} == {(2, "sparse")}
+    for one in others:
+        assert {event["codec"] for event in one.rounds(group=3)} == {"int8"}
+        assert any(event["group_size"] == 2 for event in one.rounds(group=2)), "rounds without the rare one"
+    assert_bases_hold_every_credit_once([rare, *others])
+    assert_digests_agree(rare, *others)
+    assert_no_traceback(*swarm.peers)

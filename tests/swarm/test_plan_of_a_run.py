@@ -26,5 +26,8 @@ def test_a_volunteer_sees_what_the_machine_would_do_before_it_joins(swarm: Swarm
     refused = swarm.run("too-small", *asked, "--memory", "100M")
     assert refused.exit_code() == ExitCode.NO_PLAN
     assert refused.text.splitlines()[-1].startswith("p2p-trainer: 100 MB of memory do not hold this run")
+    codec = swarm.run("codec", *asked, "--codec", "int8")
+    assert codec.exit_code() == ExitCode.USAGE
+    assert codec.text.splitlines()[-1].startswith("p2p-trainer: --codec: all peers of this run encode with float32.")
     assert volunteer.events("plan"), "the volunteer's own"
     assert_no_traceback(*swarm.peers)

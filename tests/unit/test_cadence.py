@@ -19,7 +19,7 @@ from peers.cadence import (
     steady,
 )
 from peers.clock import Schedule
-from peers.line import CADENCES, SHARE_OF_LINE, LineRate, LineUse
+from peers.line import CADENCES, CODECS, SHARE_OF_LINE, CadenceValue, CodecName, LineRate, LineUse
 from peers.lineage import Claim, choose_base, in_step
 
 SCHEDULE = Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=4)
@@ -139,6 +139,34 @@ def test_a_known_way_up_decides_the_codec_and_the_other_way_does_not() -> None:
     assert (cadence.codec, cadence.announced) == ("int4", 1)
     assert cadence.after_round(4, LineRate(down=50.0), use_of)
     assert (cadence.codec, cadence.announced) == ("int4", 4)
+
+
+def test_what_a_person_wishes_is_kept_whatever_is_measured() -> None:
+    cadence = Cadence(SCHEDULE, "auto", wished_cadence=2, wished_codec="int4")
+    assert due(cadence, range(8)) == [0, 2, 5, 7], "from the first round on"
+    for tick, rate in enumerate([LineRate(), both(1.0), both(1e9)] * PROBE_CYCLES * SCHEDULE.fragments):
+        assert not cadence.after_round(tick, rate, lambda _: USE)
+        assert not cadence.took_part(tick, late=False) and not cadence.probe(tick)
+        assert (cadence.codec, cadence.announced) == ("int4", 2)
+
+
+@given(st.sampled_from(CADENCES), st.sampled_from(CODECS), st.lists(st.booleans(), max_size=200))
+def test_rounds_that_close_without_a_peer_count_more_than_its_wish_and_never_change_its_codec(
+    wish: CadenceValue, codec: CodecName, late: list[bool]
+) -> None:
+    cadence = Cadence(SCHEDULE, "auto", wished_cadence=wish, wished_codec=codec)
+    for tick, one in enumerate(late):
+        cadence.took_part(tick, late=one)
+        cadence.probe(tick)
+        assert cadence.announced >= wish and cadence.codec == codec
+    raised = Cadence(SCHEDULE, "auto", wished_cadence=1, wished_codec=codec)
+    assert [raised.took_part(tick, late=True) for tick in range(LATE_IN_A_ROW)][-1]
+    found = [tick for tick in range(1000) if raised.probe(tick)]
+    assert raised.announced == 1 and len(found) == 1, "a probe finds the way back, and stays there"
+
+
+def test_a_wish_for_a_codec_means_nothing_where_the_run_has_one_for_all() -> None:
+    assert Cadence(SCHEDULE, "float16", wished_codec="sparse").codec == "float16"
 
 
 def test_one_late_round_in_between_changes_nothing() -> None:

@@ -323,6 +323,27 @@ def test_a_run_that_leaves_the_codec_to_its_peers_gets_one_for_the_line(megabits
     assert chosen.codec == codec and any("chosen by this peer" in reason for reason in chosen.reasons)
 
 
+def test_a_person_may_choose_how_often_and_with_which_codec_and_hears_what_the_line_carries() -> None:
+    on, run = machine(10_000, full=FULL), manifest(codec="auto")
+    slow, fast = Link(up=0.05e6), Link(up=1e9, down=1e9)
+    chosen = made(on, slow, Wishes(cadence=1, codec="int8"), run)
+    assert (chosen.cadence, chosen.codec) == (1, "int8")
+    said = " ".join(chosen.reasons)
+    assert "50 kbit/s up: every round, as you say, int8 (as you say)." in said
+    assert "The line carries every 4th round: while rounds close without this peer, it takes part less often." in said
+    assert "or --codec sparse" in said, "even every 4th would be too much with this codec"
+    rare = made(on, fast, Wishes(cadence=4), run)
+    assert (rare.cadence, rare.codec) == (4, "int8") and "The line carries every round." in rare.reasons
+    unknown = made(on, UNKNOWN, Wishes(cadence=2), run)
+    assert unknown.cadence == 2 and "every 2nd round, as you say; int8" in " ".join(unknown.reasons)
+    assert made(on, UNKNOWN, Wishes(codec="sparse"), run).codec == "sparse"
+
+
+def test_a_codec_cannot_be_chosen_where_the_run_has_one_for_all() -> None:
+    with pytest.raises(UsageError, match="--codec: all peers of this run encode with float32"):
+        made(machine(10_000, full=FULL), wishes=Wishes(codec="int8"))
+
+
 # --- a device with memory of its own
 
 

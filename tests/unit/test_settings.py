@@ -82,6 +82,25 @@ def test_a_file_that_was_named_must_exist(tmp_path: Path) -> None:
     assert raised.value.exit_code == ExitCode.USAGE
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "choices"),
+    [
+        ("cadence", 3, "1, 2 or 4"),
+        ("cadence", "often", "1, 2 or 4"),
+        ("codec", "float32", "int8, int4 or sparse"),
+        ("compute_dtype", "int8", "float32, bfloat16 or float16"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused_with_those_there_are(
+    name: str, value: Any, choices: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match=f"{value}.? cannot be used, it must be {choices}") as raised:
+        load_settings({name: value}, file)
+    assert raised.value.exit_code == ExitCode.USAGE
+    monkeypatch.setenv(ENVIRONMENT_PREFIX + name.upper(), choices.split(",")[0])
+    assert str(getattr(load_settings({}, file), name)) == choices.split(",")[0]
+
+
 def test_an_unknown_name_in_the_file_is_named(file: Path) -> None:
     file.write_text("prot = 1\n")
     with pytest.raises(SettingsError, match="There is no setting 'prot'") as raised:
