@@ -12,6 +12,8 @@ MEET_AGAIN_LEADS = 2
 """Matchmaking times after a tick's beginning at which those that lost a reducer can meet again (``next_attempt``)."""
 ATTEMPTS = 3
 """Of one tick's round: a group that lost a reducer re-forms without it while there is time."""
+LEAST_LEAD = 0.25
+"""Of the matchmaking time: enough for a snapshot and to find who leads, who begins at the tick."""
 DEFERENCE_SECONDS = 0.25
 """Who found nobody offers to begin the next group so much later, and so follows whoever leads."""
 ANNOUNCEMENT_BYTES = 800

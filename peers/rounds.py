@@ -15,7 +15,7 @@ from hivemind.p2p import PeerID
 
 from dht_config.keys import matchmaking_prefix
 from dht_config.records import MAX_DISTRUSTED, MAX_SPANS, RoundAnnouncement, sign_announcement
-from peers.attempts import ATTEMPTS, MEET_AGAIN_LEADS, next_attempt, search_times, telling_seconds
+from peers.attempts import ATTEMPTS, LEAST_LEAD, MEET_AGAIN_LEADS, next_attempt, search_times, telling_seconds
 from peers.bases import BaseKeeper
 from peers.closing import Reliability, TransferTimes, announced_seconds, closing_times
 from peers.codecs import get_codec
@@ -51,8 +51,6 @@ REDUCER_DISTRUST_CYCLES, REDUCER_DISTRUST_DOUBLINGS = 4.0, 6
 """A reducer without a share still contributes: being careful costs little."""
 LEADER_DISTRUST_DOUBLINGS = 2
 """A leader that nobody follows takes part in no round: it may just have been slow."""
-LEAST_LEAD = 0.25
-"""Of the matchmaking time: enough for a snapshot and to find who leads, who begins at the tick."""
 KEPT_SNAPSHOTS = 2
 """Of rounds that brought no result here: if others counted us, what was trained since then can be kept."""
 MAX_SAMPLES_PER_SECOND = 1e6

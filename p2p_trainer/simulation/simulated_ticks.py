@@ -21,7 +21,7 @@ from p2p_trainer.simulation.simulated_bases import BASE_BYTES_PER_ELEMENT, Bases
 from p2p_trainer.simulation.simulated_peer import MadeBase, SimulatedPeer
 from p2p_trainer.simulation.simulated_round import Line, MemberFlow, Participant, RoundFlow, play_round
 from p2p_trainer.simulation.simulated_world import World
-from peers.attempts import ATTEMPTS, next_attempt, search_times, telling_seconds
+from peers.attempts import ATTEMPTS, LEAST_LEAD, next_attempt, search_times, telling_seconds
 from peers.cadence import is_due, pace
 from peers.closing import announced_seconds, closing_times
 from peers.line import LineRate, LineUse, limiting, line_use
@@ -103,18 +103,17 @@ class Ticks:
             held=has_quorum(due, known),
             pace=pace(known.values()),
         )
-        brought = []
+        brought: list[_Brought] = []
         for peer in self._world.peers:
             if peer.announced and peer.awake:
-                one = self._bring(peer, tick)
-                if one is not None:
-                    brought.append(one)
+                self._come(peer, tick, brought)
         self._world.at(begins, lambda: self._meet(tick, 0, begins, brought))
         following = number + 1
         lead_seconds = self._world.model.lead_seconds
         self._world.at(self._world.schedule.begins(following) - lead_seconds, partial(self.begin_tick, following))
 
-    def _bring(self, peer: SimulatedPeer, tick: _Tick) -> _Brought | None:
+    def _come(self, peer: SimulatedPeer, tick: _Tick, brought: list[_Brought]) -> None:
+        """A peer comes to a tick's round, or says why not; if a base is on its way to it, as late as it can."""
         holding = peer.work.holdings[tick.fragment]
         if peer.cadence.probe(tick.number):
             self._bases.announce_cadence(peer)
@@ -135,30 +134,43 @@ class Ticks:
         }
         if not report["due"]:
             self._report(peer, holding.claim, report, "its line is too slow for every round")
-            return None
-        if not tick.held:
+        elif not tick.held:
             report["due"] = False
             self._report(peer, holding.claim, report, "most lines are too slow for every round")
-            return None
+        elif tick.fragment in peer.fetching:
+            latest = tick.begins - LEAST_LEAD * self._world.model.lead_seconds
+            self._world.at(max(self._world.now, latest), partial(self._bring, peer, peer.starts, tick, report, brought))
+        else:
+            self._bring(peer, peer.starts, tick, report, brought)
+
+    def _bring(
+        self, peer: SimulatedPeer, start: int, tick: _Tick, report: dict[str, Any], brought: list[_Brought]
+    ) -> None:
+        """Its snapshot is taken, and it looks for the others."""
+        holding = peer.work.holdings[tick.fragment]
+        if not peer.awake or peer.starts != start:
+            if peer.starts == start and peer.present:
+                self._report(peer, holding.claim, report, ASLEEP)
+            return
         if tick.fragment in peer.busy:
             self._report(peer, holding.claim, report, "the previous round or a fetch is still under way")
             if self._world.now < peer.sending.get(tick.fragment, math.inf):  # else others hold it open
                 self._missed(peer, tick)
-            return None
+            return
         if self._bases.better_claim(peer, tick.fragment) is not None:
             self._report(peer, holding.claim, report, "the swarm has moved on; fetching its base first")
             self._missed(peer, tick)
-            return None
+            return
         report["outcome"] = "carried"
         peer.advance(self._world.now)
         spans = holding.ledger.pending(peer.samples, peer.steps)
         if len(spans) > MAX_SPANS:
             holding.drop(peer.samples, peer.steps)
             self._report(peer, holding.claim, report, "pending in too many pieces; dropped")
-            return None
+            return
         if not holding.take(peer.samples, peer.steps, spans):
             self._report(peer, holding.claim, report, "the local parameters had diverged; they were set back")
-            return None
+            return
         peer.busy.add(tick.fragment)
         rate = peer.link_rate.megabits_per_second
         member = GroupMember(
@@ -172,7 +184,7 @@ class Ticks:
             codec=peer.cadence.chosen_codec,
             can_be_dialled=not peer.emulated.behind_nat,
         )
-        return _Brought(peer=peer, start=peer.starts, member=member, report=report)
+        brought.append(_Brought(peer=peer, start=start, member=member, report=report))
 
     def _report(self, peer: SimulatedPeer, claim: Claim, report: dict[str, Any], reason: str) -> None:
         """Count a tick's outcome for a peer, and tell it."""

@@ -135,3 +135,11 @@ def test_a_line_that_is_slow_upwards_is_in_every_round_where_its_peer_chooses_th
     assert fast.cadence.codec == "int8" and slow.cadence.codec == "sparse"
     assert peers["int8"][2].cadence.announced > slow.cadence.announced == 1
     assert slow.tally.committed > peers["int8"][2].tally.committed
+
+
+def test_a_base_that_comes_while_others_still_look_for_each_other_is_in_time() -> None:
+    """It takes a line of 8 Mbit/s a moment longer than others wait to look: once a round behind it would stay so."""
+    scene = Scene(peers=parse_peers("80:100M/10ms,40:100M/10ms,20:8M/40ms", 240.0), seconds=240.0, seed=0)
+    slow = played(scene, MANIFEST, [300_000] * 4, RECORDS).peers[2]
+    assert slow.cadence.announced == 4 and slow.tally.participation > 0.2
+    assert slow.credited_samples > 0.9 * slow.samples
