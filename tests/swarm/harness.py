@@ -27,8 +27,7 @@ import psutil
 import pytest
 from hivemind.p2p import PeerID
 from safetensors import safe_open
-from upnp_router import ADDRESS as HOME_ADDRESS
-from upnp_router import UpnpRouter
+from upnp_router import Home
 
 from dht_config.invite import Invite
 from dht_config.manifest import example_manifest
@@ -238,7 +237,7 @@ class Swarm:
         """Socket directories of crashed peers: the next start in their directory removes them, nobody before."""
         self.manifest = small_manifest(path / "run.toml")
         self.network = Network({})
-        self.homes: dict[str, UpnpRouter] = {}
+        self.homes: dict[str, Home] = {}
         """Routers that peers of these names are behind, in that network."""
 
     # ------------------------------------------------------------------ starting
@@ -255,7 +254,7 @@ class Swarm:
     def host(self, name: str) -> str:
         """The address that a peer of this name listens on."""
         if name in self.homes:
-            return HOME_ADDRESS
+            return self.homes[name].address
         return self.network.address(name) if name in self.network else "127.0.0.1"
 
     def at(self, name: str, command: list[str]) -> list[str]:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from harness import Swarm, assert_digests_agree, assert_no_traceback, needs_links
+from harness import (
+    Swarm,
+    assert_digests_agree,
+    assert_no_traceback,
+    assert_samples_add_up,
+    needs_links,
+    port_of_its_own,
+)
 
 from dht_config.errors import P2PTrainerError
 from p2p_trainer.rehearsal.links import Network
@@ -69,6 +76,30 @@ def test_a_swarm_over_ipv6_alone_trains(swarm: Swarm) -> None:
     swarm.wait_averaged(*peers)
     swarm.leave_all()
     assert_digests_agree(*peers)
+    assert_no_traceback(*swarm.peers)
+
+
+def test_a_swarm_whose_peers_announce_names_alone_trains(swarm: Swarm) -> None:
+    """As with dynamic DNS, or behind a router with a forwarded port."""
+
+    def named(port: int) -> tuple[str, ...]:
+        return "--port", str(port), "--announce", f"/dns4/localhost/tcp/{port}"
+
+    doors = [port_of_its_own() for _ in range(3)]
+    bootstrap = swarm.bootstrap("bootstrap", None, *named(doors[0]))
+    assert bootstrap.address.startswith(f"/dns4/localhost/tcp/{doors[0]}/p2p/")
+    one, two = (
+        swarm.join(name, bootstrap.invite, 40, *named(port))
+        for name, port in zip(("one", "two"), doors[1:], strict=True)
+    )
+    swarm.wait_averaged(one, two, rounds=4)
+    seen = {peer["peer_id"]: peer["addresses"] for peer in swarm.status(bootstrap.invite)["peers"]}
+    for peer, port in zip((bootstrap, one, two), doors, strict=True):
+        assert seen[peer.peer_id] == [f"/dns4/localhost/tcp/{port}/p2p/{peer.peer_id}"]
+    swarm.leave_all()
+    assert_digests_agree(one, two)
+    for peer in (one, two):
+        assert_samples_add_up(peer)
     assert_no_traceback(*swarm.peers)
 
 
