@@ -371,7 +371,13 @@ class RoundKeeper:
             raise RoundVoid("the records of other peers could not be read") from error
         total = (state.total_element_samples + element_samples(plan, parts)) // state.size
         claims = self._presence.view.claims(state.index)
-        if held_again(state.version + 1, total, [claims[peer] for peer in mates if peer in claims]):
+        if held_again(
+            state.version + 1,
+            total,
+            [claims[peer] for peer in mates if peer in claims],
+            possible_versions=self._run.schedule.possible_versions(self._run.clock.now()),
+            round_size=len(mates),
+        ):
             raise RoundVoid("it took so long that the others held the round again; their base is fetched")
 
     async def _commit(
