@@ -209,7 +209,7 @@ def test_a_base_of_another_round_needs_a_second_witness() -> None:
 def test_that_a_reducer_answers_does_not_speak_for_one_that_gave_others_something_else() -> None:
     reducer = Peer(1).id
     keeper: Any = RoundKeeper.__new__(RoundKeeper)
-    keeper._run = SimpleNamespace(clock=SimpleNamespace(now=lambda: 5.0))
+    keeper._run = SimpleNamespace(clock=SimpleNamespace(passed=lambda: 5.0))
     keeper._presence = SimpleNamespace(view=SimpleNamespace(members={str(reducer): None}))
     keeper._reducers, keeper._unfaithful, keeper._silent_leaders = (Reliability(10.0, doublings=2) for _ in range(3))
     keeper._note_unfaithful(str(reducer))
