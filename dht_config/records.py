@@ -209,7 +209,14 @@ class RoundAnnouncement(_Record):
 
 
 class SignedManifest(_Record):
-    """The run manifest as the organiser published it, with the digests of the bases of version 0."""
+    """The run manifest as the organiser published it, with the digests of the bases of version 0.
+
+    Newcomers of other versions read it as well: what a later one adds, plain values alone, comes last and is signed
+    for, but not looked at. Refused, it would have them told that nobody knows the run, not which version to install.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, bytes | str | int | float | bool | None] = Field(init=False)
 
     schema_version: SchemaVersion = 1
     manifest_json: str = Field(max_length=MAX_MANIFEST_BYTES)

@@ -72,9 +72,10 @@ class Allowance:
         """So many bytes went or came."""
         if self._daily is None:
             return
-        self._moved = self._moved_today() + count
-        if self._moved - self._kept >= KEPT_BYTES or self.is_used_up:
-            self.keep()
+        before = self._moved_today()
+        self._moved = before + count
+        if self._moved - self._kept >= KEPT_BYTES or before < self._daily <= self._moved:
+            self.keep()  # once when the day's is used up: news goes on, several times a second
 
     def keep(self) -> None:
         """Write the day's count to disk; a full disk loses it."""

@@ -51,7 +51,7 @@ class BaseKeeper:
     def __init__(self, run: RunContext, presence: Presence, transport: Transport) -> None:
         self._run, self._presence, self._transport = run, presence, transport
         self._server = BaseServer(self._holds, self._freeze)
-        self._donors = DonorRecords(run.clock.now)
+        self._donors = DonorRecords(run.clock.passed)
         patience = max(1.0, run.node.protocol.wait_timeout / HASTY_ANSWER_SECONDS)
         self._fetcher = BaseFetcher(self._call, self._donors, patience)
         small = max(state.num_bytes for state in run.fragments) <= SMALL_BYTES
@@ -61,7 +61,7 @@ class BaseKeeper:
         self._replacing: set[int] = set()
         self._seen: dict[int, tuple[Claim, float]] = {}
         """By fragment: the better claim, and since when we know of it."""
-        self._last_keep = 0.0
+        self._last_keep = float("-inf")
         self.on_unfaithful: Callable[[str], None] = lambda reducer: None
         """Told of a reducer, by its base58 id, that gave members of a round different averages."""
 
@@ -84,6 +84,7 @@ class BaseKeeper:
         )
         slots = asyncio.Semaphore(self._fetches_at_once)
         refreshing: asyncio.Task[None] | None = None
+        received_bytes = 0
 
         async def refresh() -> None:
             # One for all fragments: over a bad line, the same question asked twice takes twice as long.
@@ -94,6 +95,7 @@ class BaseKeeper:
 
         async def complete(state: FragmentState) -> bool:
             """Whether what is here is current, as far as we know."""
+            nonlocal received_bytes
             attempts, arrived = 0, False
             # Restored parameters stand on the restored base, however often it is replaced before training begins.
             reference = state.base.clone()
@@ -108,6 +110,7 @@ class BaseKeeper:
                     claim = self.better_claim(state)
                     fetched = await self._fetch(state, claim, progress.note) if claim is not None else None
                     if fetched is not None:
+                        received_bytes += fetched.bytes_received
                         async with state.content:
                             await self.before_change(state)
                             keep[state.index] &= state.adopt(fetched, self._run.own_id)
@@ -129,10 +132,10 @@ class BaseKeeper:
                 await asyncio.sleep(min(2.0, 0.2 * attempts))
                 await refresh()
 
-        began, expected_bytes = self._run.clock.passed(), progress.expected_bytes
+        began = self._run.clock.passed()
         current = await asyncio.gather(*(complete(state) for state in self._run.fragments))
         self._partial.clear()
-        self._note_rate(expected_bytes, self._run.clock.passed() - began)
+        self._note_rate(received_bytes, self._run.clock.passed() - began)
         self._presence.caught_up = any(current)
         counts = []
         for state, saved, contributed in zip(self._run.fragments, configure.counts, configure.contributed, strict=True):
@@ -158,13 +161,13 @@ class BaseKeeper:
             )
         )
 
-    def _note_rate(self, fetched_bytes: int, seconds: float) -> None:
+    def _note_rate(self, received_bytes: int, seconds: float) -> None:
         """The first that is known of our line, with what an earlier start knew of it and what a person leaves of it.
 
         If it was the donors' line that was slow, rounds will show it.
         """
-        if fetched_bytes >= MEASURABLE_BYTES:
-            self._run.link_rate.note(LineRate(down=fetched_bytes / max(seconds, 1e-6)))
+        if received_bytes >= MEASURABLE_BYTES:
+            self._run.link_rate.note(LineRate(down=received_bytes / max(seconds, 1e-6)))
         rate = self._run.link_rate.rate.at_most(self._run.allowance.rate)
         if self._run.manifest.averaging.mode == "gradient" or self._presence.auxiliary or not rate.is_known:
             return
@@ -210,7 +213,7 @@ class BaseKeeper:
             groupmates=state.unresolved_mates,
             ancestors=state.ancestors,
             has_vote=not self._presence.auxiliary,
-            backers=state.backers - behind if self._run.clock.now() < state.backed_until else (),
+            backers=state.backers - behind if self._run.clock.passed() < state.backed_until else (),
             round_size=max(state.round_size, len(state.unresolved_mates)),
             origin=state.origin,
         )
@@ -236,9 +239,10 @@ class BaseKeeper:
                         self._presence.caught_up = True
                         self._presence.changed.set()
         if self._presence.may_lag and behind:
-            if now - self._last_keep < KEEPER_SECONDS:
+            passed = self._run.clock.passed()
+            if passed - self._last_keep < KEEPER_SECONDS:
                 return
-            self._last_keep = now
+            self._last_keep = passed
             behind = [min(behind, key=lambda state: state.version)]
         behind.sort(key=lambda state: self._ticks_left(state, now), reverse=True)
         for state in behind[: max(0, self._fetches_at_once - len(self._replacing))]:

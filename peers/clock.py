@@ -45,7 +45,11 @@ class SwarmClock:
 
     def now(self) -> float:
         """Corrected time, seconds since the epoch."""
-        return self._origin + self._passed() + self.offset_seconds
+        return self.uncorrected() + self.offset_seconds
+
+    def uncorrected(self) -> float:
+        """This machine's time, seconds since the epoch: as it was read once, and what has passed since."""
+        return self._origin + self._passed()
 
     def passed(self) -> float:
         """Seconds since some moment before now, whatever the offset becomes: to measure how long something took."""
@@ -103,6 +107,7 @@ async def measure_offset(
 ) -> float | None:
     """Offset of one peer's corrected clock to ours, in seconds; None if it never answered.
 
+    :param now: our clock, one that is not corrected meanwhile
     :param ask: awaits the peer's reading, None for no answer. Then it is not asked again: over a bad line one reading
         is much better than none.
     """

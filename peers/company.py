@@ -22,7 +22,7 @@ GONE_SECONDS = 1800.0
 class Company:
     """The training peers that the last news told of, and when that was.
 
-    :param heard_at: swarm time, seconds; minus infinity if nobody was ever heard of
+    :param heard_at: seconds, by a clock that is never corrected; minus infinity if nobody was ever heard of
     """
 
     def __init__(self, heard_at: float) -> None:

@@ -77,6 +77,8 @@ class Contact:
         """Where the daemon said that it listens when others were asked where they see us; None: when we came in."""
         self._forwarded_port: int | None = None
         """The port of a router at which others reached us, if that is how they do."""
+        self._reached_inside = False
+        """Whether others inside this network reached us before a router's port led to us."""
         self._ask_again_at = float("-inf")
 
     def meet(self, members: Mapping[str, Member], training: Collection[str]) -> None:
@@ -93,7 +95,7 @@ class Contact:
 
     def _miss(self, before: Mapping[str, tuple[str, ...]], members: Mapping[str, Member]) -> None:
         """Note who vanished without a goodbye."""
-        now = self._run.clock.now()
+        now = self._run.clock.passed()
         for peer, addresses in before.items():
             if peer not in members and peer not in self._left and len(self._missing) < MOST_MISSING:
                 self._missing[peer] = now, addresses
@@ -142,6 +144,7 @@ class Contact:
     def is_time_to_search(self, now: float, *, silent: bool) -> bool:
         """Whether a search is due: one at a time, each so long after the last began: longer and longer, up to a tick.
 
+        :param now: seconds, as ``SwarmClock.passed`` counts them
         :param silent: nobody is heard of; else only those are looked for that are missing
         """
         return not self._searching and now >= self._search_at and (silent or bool(self._wanted()))
@@ -162,7 +165,7 @@ class Contact:
         Where nobody is heard of, who answers has a say in what time it is: a clock that is off makes all records
         unreadable. Of each that answers there is news at once: addresses where nobody is any more take seconds.
         """
-        self._searching, began = True, asyncio.get_running_loop().time()
+        self._searching, began = True, self._run.clock.passed()
         answering: set[PeerID] = set()
         try:
             known = self._wanted()
@@ -184,8 +187,7 @@ class Contact:
             return bool(answering)
         finally:
             self._searching = False
-            took = asyncio.get_running_loop().time() - began  # swarm time may be another by now
-            self._search_at = self._run.clock.now() + max(0.0, next(self._pauses) - took)
+            self._search_at = max(self._run.clock.passed(), began + next(self._pauses))
 
     def came_back(self) -> None:
         """Our line was down: a router may have another address, at which the next who are asked see us."""
@@ -229,12 +231,12 @@ class Contact:
 
     async def _renew_forwarding(self, ours: Sequence[Address], ports: Sequence[int], asked: Sequence[PeerID]) -> None:
         """Have others try a router's ports where that may be news; a router that lies is found out by them."""
-        own, now = [address.text for address in ours], self._run.clock.now()
+        own, now = [address.text for address in ours], self._run.clock.passed()
         visible = [*own, *map(str, ports)]
         if visible == self._visible and now < self._ask_again_at:
             return
         hosts: tuple[str, ...] | None = None
-        port = None
+        port, untried = None, False
         for port in ports[:PORTS_TRIED]:
             chosen = random.sample(asked, len(asked))
             hosts = await hosts_reached(
@@ -242,17 +244,20 @@ class Contact:
             )
             if hosts:
                 break
+            untried = untried or hosts is not None
         self._visible, self._ask_again_at = visible, math.inf if hosts or not ports else now + ASK_AGAIN_SECONDS
-        if not hosts and (hosts == () or self._forwarded_port is None):
+        if not hosts and (untried or self._forwarded_port is None):
             return
-        found = announced(own, hosts, port=port) if hosts else ()
+        if self._forwarded_port is None:
+            self._reached_inside = bool(self._run.addresses)
+        found = announced(own, hosts or (), port=port) if hosts or self._reached_inside else ()
+        self._forwarded_port = port if hosts else None
         if found == tuple(self._run.addresses):
             return
-        self._forwarded_port = port if hosts else None
         self._run.addresses[:] = found
         if found:
             await become_known_in_dht(self._run.node)
-        self._run.training.send(Waiting(forwarding_line(self._forwarded_port)))
+        self._run.training.send(Waiting(forwarding_line(self._forwarded_port, inside=self._reached_inside)))
         self._on_news()
 
     async def _look_up(self, address: Address) -> PeerID | None:

@@ -14,6 +14,8 @@ FAILURE_SECONDS = 10.0
 FAILURES_BELIEVED = 8
 """One that failed so often without a piece in between announces something that nobody gets, or cannot be reached."""
 DISBELIEF_SECONDS = 60.0
+FORGOTTEN_SECONDS = 600.0
+"""After these a failure does not count any more."""
 LIE_SECONDS = 600.0
 """One that sent false bytes can spoil one fetch in this time, unless it takes a new identity."""
 
@@ -29,7 +31,8 @@ class DonorRecords:
         self._postponed: dict[tuple[str, bytes], float] = {}
         self._liars: dict[str, float] = {}
         self._disbelieved: dict[str, float] = {}
-        self._failures: dict[str, int] = {}
+        self._failures: dict[str, tuple[int, float]] = {}
+        """In a row, and when the last one was."""
 
     def usable(self, donor: str, digest: bytes) -> bool:
         """Whether it may be asked for this base now."""
@@ -46,10 +49,14 @@ class DonorRecords:
 
     def failed(self, donor: str, digest: bytes) -> None:
         self._postpone(donor, digest, FAILURE_SECONDS)
-        self._failures[donor] = self._failures.get(donor, 0) + 1
-        if self._failures[donor] >= FAILURES_BELIEVED:
+        now = self._now()
+        recent = {other: noted for other, noted in self._failures.items() if now - noted[1] < FORGOTTEN_SECONDS}
+        count = recent.pop(donor, (0, now))[0] + 1
+        if count >= FAILURES_BELIEVED:
             self._disbelieved = self._with(self._disbelieved, donor, DISBELIEF_SECONDS)
-            del self._failures[donor]
+        else:
+            recent[donor] = count, now
+        self._failures = recent
 
     def lied(self, donor: str) -> None:
         self._liars = self._with(self._liars, donor, LIE_SECONDS)

@@ -133,24 +133,29 @@ def _refuse_wrong_ids(reports: Sequence[DialReport], may_start: bool) -> None:
 
 
 async def set_clock(clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, newcomer: bool) -> int:
-    """Correct the clock by the median offset to up to eight peers; returns how many answered."""
+    """Correct the clock by the median offset to up to eight peers; returns how many answered.
+
+    Answers may take long, and meanwhile another call of this may have corrected the clock: only what is left then is
+    corrected.
+    """
     round_trips: dict[PeerID, float] = {}
 
     async def offset_to(peer: PeerID) -> float | None:
         async def ask() -> float | None:
-            sent = clock.now()
+            sent = clock.passed()
             try:
                 answer = await stub(peer).rpc_time(Ask(AskHeader()), timeout=RPC_WAIT_SECONDS)
             except TRANSPORT_ERRORS:
                 return None
-            round_trips[peer] = min(round_trips.get(peer, math.inf), clock.now() - sent)
+            round_trips[peer] = min(round_trips.get(peer, math.inf), clock.passed() - sent)
             return float(answer.header.seconds) if answer.header is not None else None
 
-        offset = await measure_offset(ask, clock.now)
-        return offset if newcomer or offset is None or abs(offset) <= CREDIBLE_OFFSET_SECONDS else None
+        return await measure_offset(ask, clock.uncorrected)
 
     measured = await asyncio.gather(*(offset_to(peer) for peer in peers[:CLOCK_PEERS]))
-    offsets = [offset for offset in measured if offset is not None]
+    offsets = [offset - clock.offset_seconds for offset in measured if offset is not None]
+    if not newcomer:
+        offsets = [offset for offset in offsets if abs(offset) <= CREDIBLE_OFFSET_SECONDS]
     clock.offset_seconds += correction(offsets, newcomer=newcomer)
     if round_trips:
         clock.round_trip_seconds = statistics.median(round_trips.values())

@@ -60,7 +60,8 @@ class FragmentState:
         self.first_tick: int | None = None
         """Of our first contribution since our start; what receipts of earlier ticks name is from before it."""
         self.unresolved_mates: frozenset[str] = frozenset()
-        self.backed_until = 0.0
+        self.backed_until = float("-inf")
+        """Until when ``backers`` do: seconds, by a clock that is never corrected."""
         self.backers: frozenset[str] = frozenset()
         """Peers that made our base with us; for a while they stand behind it before their records say so."""
         self.round_size = 0

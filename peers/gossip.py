@@ -36,7 +36,7 @@ ANSWERED_BYTES = 8 * MOST_ANSWERED_BYTES
 class Askers:
     """What each peer has been answered of late.
 
-    :param now: swarm time, seconds
+    :param now: seconds, by a clock that is never corrected
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -47,7 +47,7 @@ class Askers:
 
     def may_ask(self, peer: PeerID) -> bool:
         """Whether a peer may have another answer now."""
-        if not 0 <= self._now() - self._began < WINDOW_SECONDS:  # before it: the clock was corrected
+        if self._now() - self._began >= WINDOW_SECONDS:
             self._began = self._now()
             self._answers = {}
         answers, answered_bytes = self._answers.get(peer, (0, 0))
@@ -65,7 +65,7 @@ class Gossip:
     """This peer's side of it.
 
     :param stub: to call a peer
-    :param now: swarm time, seconds
+    :param now: seconds, by a clock that is never corrected
     :param wait_seconds: how long to wait for an answer, as of now
     :param allowance: of a day's traffic
     :param on_answer: told of every peer that answers, by its base58 id
@@ -126,9 +126,13 @@ class Gossip:
         self._on_answer(peer)
         return True
 
+    def answers(self, asker: PeerID) -> bool:
+        """Whether it would get more than an empty answer now."""
+        return not self._allowance.is_used_up and self._askers.may_ask(asker)
+
     def answer(self, request: NewsAsk, asker: PeerID) -> News:
         """What we have that is newer than what an asker has. It tells its own as well."""
-        if request.header is None or self._allowance.is_used_up or not self._askers.may_ask(asker):
+        if request.header is None or not self.answers(asker):
             return News(NewsHeader())
         self._newsroom.take_one(bytes(request.body))
         answer = News(NewsHeader(), self._newsroom.newer_than(request.header.have))

@@ -29,6 +29,7 @@ from hivemind.proto import averaging_pb2
 
 from dht_config.errors import RecordError
 from dht_config.records import RoundAnnouncement, open_announcement
+from peers.clock import passed_seconds
 from peers.closing import Reliability
 from peers.ledger import PendingSpan
 from peers.lineage import Claim
@@ -109,6 +110,8 @@ class GroupSearch:
     tick: int
     attempt: int
     claim: Claim
+    passed: Callable[[], float] = passed_seconds
+    """Seconds, by a clock that is never corrected: for how long somebody is not followed."""
     follows: bool = False
     """Whether this peer would rather not lead."""
 
@@ -209,7 +212,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
 
     def _place(self, search: GroupSearch) -> int:
         """How many others would rather lead: of equal deadlines the lower peer id goes first."""
-        others = set(self._likely_members(search.tick)) - set(self._silent_leaders.distrusted(search.now()))
+        others = set(self._likely_members(search.tick)) - set(self._silent_leaders.distrusted(search.passed()))
         own_id: bytes = self.peer_id.to_bytes()
         before = {peer_id for peer_id in others if peer_id < own_id}
         place = len(before - self._absent)
@@ -235,7 +238,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
 
     async def _request_join_group(self, leader: PeerID) -> Any:
         search, leader_id = self._search, leader.to_bytes()
-        if search is None or leader_id in self._silent_leaders.distrusted(search.now()):
+        if search is None or leader_id in self._silent_leaders.distrusted(search.passed()):
             return None
         if self._asking > MOST_REDIRECTS:
             return None
@@ -254,7 +257,7 @@ class FragmentMatchmaking(Matchmaking):  # type: ignore[misc]  # hivemind ships 
             if group is not None:
                 self._silent_leaders.answered(leader_id)
             elif nonsense or search.deadline - SILENT_SECONDS <= search.now() <= search.deadline + AWAKE_SECONDS:
-                self._silent_leaders.failed(leader_id, search.now())
+                self._silent_leaders.failed(leader_id, search.passed())
         return group
 
     async def follower_assemble_group(self, leader: PeerID, msg: averaging_pb2.MessageFromLeader) -> Any:

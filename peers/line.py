@@ -188,11 +188,19 @@ class LinkRate:
                 recent.popleft()
 
     @property
+    def measured(self) -> LineRate:
+        """What this start has measured of it."""
+        up = statistics.median(carried for _, carried in self._up) if self._up else math.inf
+        return LineRate(up=up, down=max((carried for _, carried in self._down), default=math.inf))
+
+    @property
     def rate(self) -> LineRate:
         """What is known of it."""
-        up = statistics.median(carried for _, carried in self._up) if self._up else self._before.up
-        down = max((carried for _, carried in self._down), default=self._before.down)
-        return LineRate(up=up, down=down)
+        measured, before = self.measured, self._before
+        return LineRate(
+            up=measured.up if math.isfinite(measured.up) else before.up,
+            down=measured.down if math.isfinite(measured.down) else before.down,
+        )
 
     @property
     def megabits_per_second(self) -> float | None:

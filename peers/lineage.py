@@ -106,16 +106,24 @@ def in_step(claims: Mapping[str, Claim], cadences: Mapping[str, int]) -> dict[st
     return {peer: claim for peer, claim in claims.items() if peer in deciding or claim.version >= newest}
 
 
-def held_again(version: int, total_samples: int, claims: Iterable[Claim]) -> bool:
+def held_again(
+    version: int, total_samples: int, claims: Iterable[Claim], *, possible_versions: int, round_size: int
+) -> bool:
     """Whether members of a round have a base that it did not make: they gave it up, and met again without somebody.
+
+    After a round of many two must say so: of one that lies, nobody would commit a round again.
 
     :param version: what the round makes, and with how many samples in its lineage
     :param claims: of its other members
+    :param possible_versions: from the clock; higher ones do not count
+    :param round_size: its members, ourselves included
     """
-    return any(
+    others = sum(
         claim.version > version or (claim.version == version and claim.total_samples != total_samples)
         for claim in claims
+        if claim.version <= possible_versions
     )
+    return others >= (2 if round_size >= MANY_MEMBERS else 1)
 
 
 def has_quorum(members: Collection[str], present: Collection[str]) -> bool:

@@ -86,7 +86,7 @@ class Presence:
         self._gossip = Gossip(
             self._newsroom,
             run.stub,
-            run.clock.now,
+            run.clock.passed,
             lambda: run.node.protocol.wait_timeout,
             run.allowance,
             on_answer=lambda peer: run.tasks.spawn(self._contact.keep_in_dht(peer)),
@@ -94,9 +94,9 @@ class Presence:
         self._to_ask: set[str] = set()
         """Peers that say that their records have changed."""
         self._read_dht_at = float("-inf")
-        self._company = Company(run.clock.now() if heard_from_others else float("-inf"))
+        self._company = Company(run.clock.passed() if heard_from_others else float("-inf"))
         self._contact = Contact(run, self.changed.set, self._gossip.ask)
-        self._looked_at = 0.0
+        self._looked_at = float("-inf")
         self.step_fell_short = False
         """Whether the last group that met had too few samples for a step on averaged gradients."""
         self._extra = 0
@@ -118,7 +118,7 @@ class Presence:
             *(self._gossip.ask(peer) for peer in {*ask} - {self._own_peer} if self.can_meet(peer)),
         )
         everyone = read_view(found, run_id, self._run.clock.now())
-        self._read_dht_at = everyone.read_at
+        self._read_dht_at = self._run.clock.passed()
         self._own_record = everyone.members.get(self._own_peer)
         self._see(everyone.members)
 
@@ -130,7 +130,7 @@ class Presence:
         if told:
             # In any case: a peer that says so all the time must not be the only one that we hear.
             self._run.tasks.spawn(self._gossip.ask_all(partners))
-        if self._run.clock.now() < due and await self._gossip.ask_some(told or partners):
+        if self._run.clock.passed() < due and await self._gossip.ask_some(told or partners):
             self._see({})
         else:
             await self.refresh(told)
@@ -143,20 +143,20 @@ class Presence:
 
     def answer_news(self, request: NewsAsk, asker: PeerID) -> News:
         """What others are to hear of us and of everybody."""
-        if self.changed.is_set() and self._newsroom.own:
+        if self.changed.is_set() and self._newsroom.own and self._gossip.answers(asker):
             self.own.tell()  # the asker wants to know what is so now
         return self._gossip.answer(request, asker)
 
     def _see(self, found: Mapping[str, Member]) -> None:
         """Make a new view of what was found and heard; where there is no news for long, look for anybody."""
-        now, before = self._run.clock.now(), self.view.members
+        now, passed, before = self._run.clock.now(), self._run.clock.passed(), self.view.members
         # A record that a search missed still stands until it expires: a hiccup must not make a peer think it is alone.
         standing = {peer: member for peer, member in before.items() if member.expires > now}
         # News first: in the DHT a peer's newest profile may lie beside claims of a moment before.
         members = newest(self._newsroom.members(), standing, found)
         members.pop(self._own_peer, None)
         if any(peer not in before or member.expires > before[peer].expires for peer, member in members.items()):
-            self._company.news(members, now)
+            self._company.news(members, passed)
             if self._run.life.happens("answered"):
                 self.caught_up = False
                 self._contact.came_back()
@@ -176,8 +176,8 @@ class Presence:
             )
         )
         self._contact.meet(members, self.present())
-        silent = self._company.silent_seconds(now) >= REACH_OUT_SECONDS
-        if self._contact.is_time_to_search(now, silent=silent):
+        silent = self._company.silent_seconds(passed) >= REACH_OUT_SECONDS
+        if self._contact.is_time_to_search(passed, silent=silent):
             self._run.tasks.spawn(self._search(silent))
 
     async def _search(self, silent: bool) -> None:
@@ -185,7 +185,7 @@ class Presence:
         answered = await self._contact.search(silent=silent)
         if not silent or answered or self.auxiliary or not self._company.lost(self._gone()):
             return
-        now = self._run.clock.now()
+        now = self._run.clock.passed()
         silence = duration(self._company.silent_seconds(now))
         if self._company.give_up(now):
             self._run.life.happens("given up", silence)
@@ -291,8 +291,8 @@ class Presence:
         if self._company.members:
             await self._confirm_gone(answered)
         elif answered:
-            self._company.heard_at = self._run.clock.now()
-        elif self._company.silent_seconds(self._run.clock.now()) < RECORD_SECONDS and not await self._all_are_gone():
+            self._company.heard_at = self._run.clock.passed()
+        elif self._company.silent_seconds(self._run.clock.passed()) < RECORD_SECONDS and not await self._all_are_gone():
             # No records because nobody answers is not the same as nobody being there.
             raise RoundVoid("no other peer answers; waiting to be sure that this one is alone")
         if self.own.said_goodbye:
@@ -334,7 +334,7 @@ class Presence:
 
     def look(self, peer: PeerID) -> None:
         """Somebody says that its records have changed: ask for them now. At most once in LOOK_SECONDS."""
-        now = self._run.clock.now()
+        now = self._run.clock.passed()
         self._to_ask.add(str(peer))
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
@@ -376,13 +376,13 @@ class Presence:
                 await self.own.publish()
 
     async def keep(self, on_news: Callable[[], None]) -> None:
-        told = published = manifest_published = self._run.clock.now()
+        told = published = manifest_published = self._run.clock.passed()
         period = refresh_seconds(self._run.schedule.tick_seconds)
         life, stored = self._run.life, self.own.status
         while True:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), period)
-            now = self._run.clock.now()
+            now = self._run.clock.passed()
             if self._run.allowance.is_used_up and life.happens("left out", USED_UP):
                 self._doubt_bases()
             if self._run.training.begun is not None and self.caught_up:

@@ -51,6 +51,7 @@ REDUCER_DISTRUST_CYCLES, REDUCER_DISTRUST_DOUBLINGS = 4.0, 6
 """A reducer without a share still contributes: being careful costs little."""
 LEADER_DISTRUST_DOUBLINGS = 2
 """A leader that nobody follows takes part in no round: it may just have been slow."""
+CLOCK_LOOK_SECONDS = 1.0
 KEPT_SNAPSHOTS = 2
 """Of rounds that brought no result here: if others counted us, what was trained since then can be kept."""
 MAX_SAMPLES_PER_SECOND = 1e6
@@ -127,14 +128,24 @@ class RoundKeeper:
         await self._transport.serve(AVERAGE, self._register.answer, Part)
 
     async def keep_ticks(self) -> None:
-        """Begin every tick's round in time to find a group by the tick's beginning."""
-        tick = self._run.schedule.next_tick(self._run.clock.now() + self._lead_seconds())
+        """Begin every tick's round in time to find a group by the tick's beginning.
+
+        The clock may be corrected meanwhile, and no sleep counts the time in which a machine is suspended.
+        """
+        schedule, now = self._run.schedule, self._run.clock.now
+        tick = schedule.next_tick(now() + self._lead_seconds())
         while True:
             lead = self._lead_seconds()
-            await asyncio.sleep(max(0.0, self._run.schedule.begins(tick) - lead - self._run.clock.now()))
+            left = schedule.begins(tick) - lead - now()
+            if left > 0:
+                await asyncio.sleep(min(left, CLOCK_LOOK_SECONDS))
+                coming = schedule.next_tick(now() + lead)
+                if coming < tick - schedule.fragments:
+                    tick = coming  # the clock was far ahead: what it took for ticks has yet to come
+                continue
             if self._presence.announced or self._may_help(tick):
                 self._run.tasks.spawn(self._hold_round(tick))
-            tick = max(tick + 1, self._run.schedule.next_tick(self._run.clock.now() + lead - 0.01))
+            tick = max(tick + 1, schedule.next_tick(now() + lead - 0.01))
 
     def _may_help(self, tick: int) -> bool:
         return self._auxiliary and self._run.can_be_dialled and self._presence.is_held(tick)
@@ -347,7 +358,7 @@ class RoundKeeper:
         rebased = await self._run.tasks.whole(self._commit(state, plan, average, parts))
         self._presence.step_fell_short = False
         state.average_residual.replace(left_out)
-        state.backed_until = self._run.clock.now() + RECORD_SECONDS
+        state.backed_until = self._run.clock.passed() + RECORD_SECONDS
         self._presence.changed.set()
         report["outcome"] = "committed"
         report["seconds"] = self._run.clock.passed() - began
@@ -369,7 +380,13 @@ class RoundKeeper:
             raise RoundVoid("the records of other peers could not be read") from error
         total = (state.total_element_samples + element_samples(plan, parts)) // state.size
         claims = self._presence.view.claims(state.index)
-        if held_again(state.version + 1, total, [claims[peer] for peer in mates if peer in claims]):
+        if held_again(
+            state.version + 1,
+            total,
+            [claims[peer] for peer in mates if peer in claims],
+            possible_versions=self._run.schedule.possible_versions(self._run.clock.now()),
+            round_size=len(mates),
+        ):
             raise RoundVoid("it took so long that the others held the round again; their base is fetched")
 
     async def _commit(
@@ -427,6 +444,7 @@ class RoundKeeper:
             deadline=times.deadline,
             data_for_gather=sign_announcement(self._run.settings.identity, announcement, self._run.settings.run_id),
             now=self._run.clock.now,
+            passed=self._run.clock.passed,
             fragment=state.index,
             tick=brought.tick,
             attempt=attempt,
@@ -496,7 +514,7 @@ class RoundKeeper:
                 # A round that failed for want of time is a measurement as well: the next one waits longer.
                 self._round_times.note(transfer_bytes, seconds)
                 self._note_rate(plan, current.meter.rate)
-                self._judge(current, self._run.clock.now())
+                self._judge(current, self._run.clock.passed())
             report.update(
                 bytes_sent=report["bytes_sent"] + current.bytes_sent,
                 bytes_received=report["bytes_received"] + current.bytes_received,
@@ -512,7 +530,8 @@ class RoundKeeper:
         own = self._run.p2p.peer_id
         others_kilobits = sum(member.kilobits_per_second for member in plan.members if member.peer_id != own)
         known = self._run.link_rate.rate
-        keep_line(self._run.settings.run_directory, replace(known, round_trip_seconds=round_trip), time.time())
+        mine = replace(self._run.link_rate.measured, round_trip_seconds=round_trip)
+        keep_line(self._run.settings.run_directory, mine, time.time(), known=known)
         rate = limiting(measured, known, others_kilobits).at_most(self._run.allowance.rate)
         rate = replace(rate, round_trip_seconds=round_trip)
 
@@ -541,11 +560,11 @@ class RoundKeeper:
 
     def _distrusted(self) -> tuple[bytes, ...]:
         """Peer ids of reducers that failed us lately, or were unfaithful, sorted."""
-        now = self._run.clock.now()
+        now = self._run.clock.passed()
         return tuple(sorted({*self._reducers.distrusted(now), *self._unfaithful.distrusted(now)}))
 
     def _note_unfaithful(self, reducer: str) -> None:
-        self._unfaithful.failed(PeerID.from_base58(reducer).to_bytes(), self._run.clock.now())
+        self._unfaithful.failed(PeerID.from_base58(reducer).to_bytes(), self._run.clock.passed())
 
     def _judge(self, current: Round, now: float) -> None:
         """Remember who answered and who did not."""

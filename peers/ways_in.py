@@ -62,8 +62,13 @@ def split_line(recorded: int, reached: int) -> str:
     )
 
 
-def forwarding_line(port: int | None) -> str:
-    """What to say of a router's port at which others reach us; None if they do not any more."""
+def forwarding_line(port: int | None, *, inside: bool = False) -> str:
+    """What to say of a router's port at which others reach us; None if they do not any more.
+
+    :param inside: whether those inside this network reach us without it
+    """
+    if port is None and inside:
+        return "The router forwards nothing to this peer any more: others reach it inside this network alone."
     if port is None:
         return "The router forwards nothing to this peer any more: it averages nothing for others."
     return f"The router forwards port {port} to this peer (UPnP or NAT-PMP): others reach it, and it averages for them."

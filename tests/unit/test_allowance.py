@@ -82,6 +82,23 @@ def test_the_days_count_survives_a_restart_but_not_the_night(tmp_path: Path, day
     assert not Allowance(path, day, daily_bytes=2 * KEPT_BYTES).is_used_up
 
 
+def test_a_count_that_is_used_up_is_written_once_and_then_now_and_then(
+    tmp_path: Path, day: Day, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+    monkeypatch.setattr("peers.allowance.write_note", lambda path, value: written.append(value["bytes"]))
+    allowance = Allowance(tmp_path / "traffic.json", day, daily_bytes=1000)
+    for _ in range(20):
+        allowance.moved(100)
+    assert written == [1000]
+    allowance.moved(KEPT_BYTES)
+    assert written == [1000, 2000 + KEPT_BYTES]
+    day.now += DAY_SECONDS
+    for _ in range(20):
+        allowance.moved(100)
+    assert written[2:] == [1000]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"day": "x", "bytes": -1}', '{"bytes": "many"}', "\x00"])
 def test_a_count_that_cannot_be_read_is_none(tmp_path: Path, day: Day, text: str) -> None:
     (tmp_path / "traffic.json").write_text(text)

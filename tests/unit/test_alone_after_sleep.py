@@ -38,7 +38,7 @@ def test_whoever_may_have_the_base_of_an_earlier_attempt_is_asked_before_the_nex
     awake._presence = SimpleNamespace(refresh=refresh)  # type: ignore[assignment]
     awake._reducers = SimpleNamespace(distrusted=lambda now: (lost.to_bytes(),))  # type: ignore[assignment]
     awake._unfaithful = SimpleNamespace(distrusted=lambda now: ())  # type: ignore[assignment]
-    awake._run = SimpleNamespace(clock=SimpleNamespace(now=lambda: 0.0))  # type: ignore[assignment]
+    awake._run = SimpleNamespace(clock=SimpleNamespace(passed=lambda: 0.0))  # type: ignore[assignment]
     state: Any = SimpleNamespace(index=0, unresolved_mates=frozenset({"own", str(has_it), str(lost)}))
     with pytest.raises(RoundVoid, match="others have made the next base"):
         asyncio.run(awake._attempt(1, 0.0, state, SimpleNamespace(), {}))  # type: ignore[arg-type]

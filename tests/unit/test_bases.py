@@ -102,7 +102,7 @@ class Peer:
             changed=asyncio.Event(),
             cadence=Cadence(swarm.schedule),
         )
-        self.presence, self.allowance = presence, run.allowance
+        self.presence, self.allowance, self.link_rate = presence, run.allowance, run.link_rate
         self.keeper = BaseKeeper(run, presence, self.line)  # type: ignore[arg-type]
         if version >= 0:
             self.be_at(version)
@@ -190,7 +190,7 @@ def test_a_newcomer_fetches_from_several_donors_and_says_how_far_it_is() -> None
         newcomer = await swarm.add("new")
         await newcomer.sync()
         assert_same_bases(newcomer, donors[0])
-        assert newcomer.presence.caught_up
+        assert newcomer.presence.caught_up and newcomer.link_rate.rate.is_known
         assert {donor for _, donor in swarm.calls} == {donor.name for donor in donors}
         progress = [told for told in newcomer.told if isinstance(told, Syncing)]
         assert progress[0] == Syncing(0, 16 * SIZE) and progress[-1] == Syncing(16 * SIZE, 16 * SIZE)
@@ -306,6 +306,7 @@ def test_whose_day_is_used_up_trains_on_what_it_has_and_a_newcomer_waits_for_ano
             peer.allowance.is_used_up = True
         await back.sync()
         assert any(isinstance(told, Synced) for told in back.told) and not back.presence.caught_up
+        assert not back.link_rate.rate.is_known, "nothing came: that says nothing of its line"
         waiting = asyncio.create_task(newcomer.sync())
         while not any(isinstance(told, Waiting) and "midnight" in told.text for told in newcomer.told):
             await asyncio.sleep(0)

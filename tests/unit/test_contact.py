@@ -69,7 +69,7 @@ class Line:
             ),
             settings=SimpleNamespace(addresses=(), network=NetworkSettings(), remembered_peers_path=remembered),
             schedule=Schedule(start_seconds=0.0, tick_seconds=TICK_SECONDS, fragments=2),
-            clock=SimpleNamespace(now=lambda: self.now),
+            clock=SimpleNamespace(passed=lambda: self.now),
             stub=None,
             tasks=SimpleNamespace(spawn=lambda coroutine: coroutine.close()),
         )
@@ -216,6 +216,7 @@ class Home:
         self.line.run.addresses[:] = [f"/ip4/{host}/tcp/1/p2p/{OTHER}" for host in announces]
         self.ports: list[int] = []
         self.somebody_tries = True
+        self.untried: set[int] = set()
         self.tried: list[int] = []
         self.known_in_dht = 0
         self.said: list[str] = []
@@ -229,7 +230,7 @@ class Home:
         ) -> tuple[str, ...] | None:
             assert peers == [ONE] and inside == {"127.0.0.1", "192.168.0.4"}
             self.tried.append(port)
-            if not self.somebody_tries:
+            if not self.somebody_tries or port in self.untried:
                 return ()
             return ("9.9.9.9",) if port == OPEN_PORT else None
 
@@ -284,6 +285,10 @@ def test_who_is_reached_inside_its_network_alone_tries_the_routers_port_and_lose
     assert home.renewed() == ["192.168.0.4:1"] and home.tried == [SHUT_PORT] and not home.said
     home.ports = [OPEN_PORT]
     assert home.renewed() == [f"9.9.9.9:{OPEN_PORT}", "192.168.0.4:1"]
+    home.ports = []
+    assert home.renewed() == ["192.168.0.4:1"] and "inside" in home.said[-1], "those inside reach it as before"
+    home.ports = [OPEN_PORT]
+    assert home.renewed() == [f"9.9.9.9:{OPEN_PORT}", "192.168.0.4:1"], "a router that started anew"
     public = Home(tmp_path, monkeypatch, announces=("8.8.8.8",))
     public.ports = [OPEN_PORT]
     assert public.renewed() == ["8.8.8.8:1"] and not public.tried
@@ -300,6 +305,18 @@ def test_where_nobody_could_try_a_port_nothing_changes(tmp_path: Path, monkeypat
     home.line.contact.came_back()
     home.somebody_tries = False
     assert home.renewed() == found and len(home.said) == 1
+
+
+def test_a_port_that_nobody_could_try_is_not_lost_by_another_one_that_is_shut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path, monkeypatch)
+    home.ports = [OPEN_PORT]
+    found = home.renewed()
+    home.ports, home.untried = [OPEN_PORT, SHUT_PORT], {OPEN_PORT}
+    assert home.renewed() == found and home.tried == [OPEN_PORT, OPEN_PORT, SHUT_PORT]
+    home.untried, home.ports = set(), [SHUT_PORT]
+    assert home.renewed() == [], "nobody reaches it"
 
 
 def heard_of(line: Line, **statuses: str) -> None:

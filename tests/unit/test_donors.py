@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from peers.donors import BUSY_SECONDS, DISBELIEF_SECONDS, FAILURE_SECONDS, FAILURES_BELIEVED, LIE_SECONDS, DonorRecords
+from peers.donors import (
+    BUSY_SECONDS,
+    DISBELIEF_SECONDS,
+    FAILURE_SECONDS,
+    FAILURES_BELIEVED,
+    FORGOTTEN_SECONDS,
+    LIE_SECONDS,
+    DonorRecords,
+)
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 
@@ -61,3 +69,16 @@ def test_liars_are_forgotten_when_their_time_is_over() -> None:
         records.lied(f"liar {number}")
         clock.now += LIE_SECONDS / 2
     assert len(records._liars) == 2
+
+
+def test_failures_of_long_ago_are_forgotten() -> None:
+    clock = Clock()
+    records = DonorRecords(clock)
+    for number in range(100):
+        records.failed(f"donor {number}", ONE)
+        clock.now += FORGOTTEN_SECONDS / 2
+    assert len(records._failures) == 2
+    for _ in range(2 * FAILURES_BELIEVED):
+        records.failed("seldom", ONE)
+        clock.now += FORGOTTEN_SECONDS
+    assert records.believed("seldom")

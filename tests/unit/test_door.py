@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from hivemind.p2p import PeerID
 
-from peers.door import DIAL_PEERS, FAR_WAIT_SECONDS, NEAR_WAIT_SECONDS, answer_seconds, hosts_reached
-from peers.messages import DialBack, DialedBack, DialedBackHeader
+from peers.clock import SwarmClock
+from peers.door import DIAL_PEERS, FAR_WAIT_SECONDS, NEAR_WAIT_SECONDS, answer_seconds, hosts_reached, set_clock
+from peers.messages import Ask, Clock, ClockHeader, DialBack, DialedBack, DialedBackHeader
 from peers.own_records import RECORD_SECONDS
 
 
@@ -37,6 +38,36 @@ def test_no_answer_is_waited_for_longer_than_records_live() -> None:
 
 def peer(number: int) -> PeerID:
     return PeerID(b"\x12\x20" + bytes([number]) * 32)
+
+
+def test_a_clock_that_is_set_twice_at_once_is_set_once() -> None:
+    """A line comes back: the search for others asks them for the time while the usual look still waits for some."""
+    passed = [50.0]
+    clock = SwarmClock(wall=lambda: 1000.0, passed=lambda: passed[0])
+    peers = [peer(number) for number in range(3)]
+
+    async def scene() -> None:
+        released = asyncio.Event()
+
+        async def rpc_time(request: Ask, timeout: float) -> Clock:
+            answer = Clock(ClockHeader(seconds=1600.0 + passed[0] - 50.0))
+            await released.wait()
+            return answer
+
+        def stub(asked: PeerID) -> Any:
+            return SimpleNamespace(rpc_time=rpc_time)
+
+        setting = [asyncio.ensure_future(set_clock(clock, stub, peers, newcomer=False)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        passed[0] += 2.0
+        clock.offset_seconds -= 300.0  # also a correction, in the middle of a question
+        released.set()
+        assert await asyncio.gather(*setting) == [3, 3]
+
+    asyncio.run(scene())
+    assert clock.now() == pytest.approx(1602.0, abs=1.0)
+    assert clock.round_trip_seconds >= 0.0
 
 
 @pytest.mark.parametrize(

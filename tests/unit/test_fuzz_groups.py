@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from dht_config.identity import Identity, load_or_create_identity
 from dht_config.records import MAX_SPANS, RoundAnnouncement, _announcement_message, seal
+from peers.clock import passed_seconds
 from peers.closing import Reliability
 from peers.grouping import FragmentMatchmaking, GroupSearch, _member
 from peers.lineage import Claim, has_quorum
@@ -173,7 +174,7 @@ def begin(identities: list[Identity], **changed: Any) -> list[averaging_pb2.Mess
 def test_a_leaders_valid_group_is_found(identities: list[Identity]) -> None:
     (found,), (follower,) = find_all(identities, [begin(identities)])
     assert found is not None and [member.peer_id for member in found[1]] == [one.peer_id for one in identities[:2]]
-    assert not follower.silent.distrusted(get_dht_time())
+    assert not follower.silent.distrusted(passed_seconds())
 
 
 @pytest.mark.parametrize("what", ["group id", "strangers", "lengths", "twice", "old", "other run", "code", "too many"])
@@ -193,7 +194,7 @@ def test_a_leader_of_nonsense_has_no_group_and_is_not_followed_for_a_while(
     }
     (found,), (follower,) = find_all(identities, [nonsense[what]()])
     assert found is None
-    assert follower.silent.distrusted(get_dht_time()) == (two.peer_id.to_bytes(),)
+    assert follower.silent.distrusted(passed_seconds()) == (two.peer_id.to_bytes(),)
     assert Leader.asked == [follower.number]
 
 

@@ -28,13 +28,29 @@ def test_a_line_is_known_for_a_week(tmp_path: Path, rate: LineRate) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[]", "{}", '{"time": null}', '{"time": 1800000000.0, "up": -1}', '{"time": 1800000000.0, "up": "NaN"}'),
-        *(json.dumps({"time": NOW, **wrong}) for wrong in ({"round_trip_seconds": math.inf}, {"down": 0})),
+        *("", "[]", "{}", "7", '{"up": null}', '{"up": -1}', '{"up": "NaN"}', '{"up": [1]}', '{"up": {"0": 1}}'),
+        *(json.dumps({"up": [1.0, NOW], **wrong}) for wrong in ({"round_trip_seconds": [math.inf, NOW]},)),
+        *(json.dumps({"up": [1.0, NOW], "down": wrong}) for wrong in ([0, NOW], [1.0, math.nan], ["x", NOW])),
     ],
 )
 def test_a_note_that_makes_no_sense_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE_NAME).write_text(text)
     assert known_line(tmp_path, NOW) == LineRate()
+
+
+def test_what_was_not_measured_again_does_not_become_younger(tmp_path: Path) -> None:
+    """A way up that was slow for a day has the peer send next to nothing, which measures nothing: it would stay so."""
+    keep_line(tmp_path, HOME, NOW)
+    later = NOW + KEPT_SECONDS / 2
+    link = LinkRate(known_line(tmp_path, later))
+    link.note(LineRate(down=9e6))
+    keep_line(tmp_path, link.measured, later, known=link.rate)
+    assert known_line(tmp_path, later) == LineRate(up=HOME.up, down=9e6)
+    assert known_line(tmp_path, NOW + KEPT_SECONDS + 1) == LineRate(down=9e6)
+    for _ in range(FORGOTTEN_ROUNDS):
+        link.note(LineRate())
+    keep_line(tmp_path, link.measured, later, known=link.rate)
+    assert known_line(tmp_path, later) == LineRate(), "what is not reckoned with any more is not kept"
 
 
 def test_what_rounds_measure_takes_the_place_of_what_was_known() -> None:

@@ -142,10 +142,24 @@ def test_a_peer_is_not_moved_while_those_who_made_its_base_have_not_announced_it
 
 
 def test_a_round_that_others_held_again_is_known_by_what_is_in_their_base() -> None:
-    assert not held_again(8, 100, [])
-    assert not held_again(8, 100, [claim(7, 60), claim(8, 100)]), "they have its base, or none yet"
-    assert held_again(8, 100, [claim(7, 60), claim(8, 90)])
-    assert held_again(8, 100, [claim(9, 130)]), "whatever that stands on, ours is of the past"
+    def again(*claims: Claim) -> bool:
+        return held_again(8, 100, claims, possible_versions=9, round_size=MANY_MEMBERS - 1)
+
+    assert not again()
+    assert not again(claim(7, 60), claim(8, 100)), "they have its base, or none yet"
+    assert again(claim(7, 60), claim(8, 90))
+    assert again(claim(9, 130)), "whatever that stands on, ours is of the past"
+    assert not again(claim(10, 130)), "no base can be of that version yet"
+
+
+def test_one_that_lies_does_not_have_the_others_give_up_a_round_of_many() -> None:
+    def again(*claims: Claim) -> bool:
+        return held_again(8, 100, claims, possible_versions=9, round_size=MANY_MEMBERS)
+
+    honest = [claim(7, 60)] * 3
+    for lie in (claim(8, 2**60), claim(9, 130)):
+        assert not again(*honest, lie)
+        assert again(*honest[1:], lie, lie)
 
 
 @given(present=st.sets(peer_names, min_size=1, max_size=8), data=st.data())

@@ -17,7 +17,7 @@ from peers.allowance import Allowance
 from peers.cadence import CADENCES
 from peers.clock import Schedule
 from peers.company import GONE_SECONDS
-from peers.gossip import Gossip
+from peers.gossip import ANSWERS, Gossip
 from peers.life import Life
 from peers.lineage import Claim
 from peers.membership import Member, View
@@ -225,6 +225,22 @@ def test_what_is_told_is_what_is_so_now() -> None:
     told = records._newsroom._news[b"own"].state
     assert records._newsroom.own != before
     assert told is not None and told.fragments[0].version == 0
+
+
+def test_who_asks_too_often_has_us_sign_nothing() -> None:
+    """Every signature takes as long as many answers."""
+    records, signed = Records(), []
+
+    def sign(message: bytes) -> bytes:
+        signed.append(message)
+        return b"signature"
+
+    records._run.settings.identity.sign = sign  # type: ignore[method-assign]
+    records.own.tell()
+    records.changed.set()
+    for _ in range(ANSWERS + 5):
+        records.answer_news(NewsAsk(NewsAskHeader(have=b"")), ASKER)
+    assert len(signed) == 1 + ANSWERS
 
 
 def test_who_may_lead_are_those_of_a_round_that_can_be_dialled_else_helpers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -11,11 +12,13 @@ import pytest
 import torch
 from test_fragment_state import SIZE, Peer, average_of, plan_of
 
+from peers.clock import Schedule
 from peers.closing import Reliability
 from peers.lineage import MANY_MEMBERS, Claim, choose_base
 from peers.messages import AveragedPart
 from peers.outer import base_digest
 from peers.rivals import judge_rival, same_round, shares_of
+from peers.round import RoundVoid
 from peers.round_plan import RoundPlan, Share, receipt_for
 from peers.rounds import RoundKeeper
 from peers.transfer import FetchedBase
@@ -206,9 +209,36 @@ def test_a_base_of_another_round_needs_a_second_witness() -> None:
 def test_that_a_reducer_answers_does_not_speak_for_one_that_gave_others_something_else() -> None:
     reducer = Peer(1).id
     keeper: Any = RoundKeeper.__new__(RoundKeeper)
-    keeper._run = SimpleNamespace(clock=SimpleNamespace(now=lambda: 5.0))
+    keeper._run = SimpleNamespace(clock=SimpleNamespace(passed=lambda: 5.0))
     keeper._presence = SimpleNamespace(view=SimpleNamespace(members={str(reducer): None}))
     keeper._reducers, keeper._unfaithful, keeper._silent_leaders = (Reliability(10.0, doublings=2) for _ in range(3))
     keeper._note_unfaithful(str(reducer))
     keeper._judge(SimpleNamespace(answered={reducer}, failed={}), 5.0)
     assert keeper._distrusted() == (reducer.to_bytes(),)
+
+
+@pytest.mark.parametrize(("claiming", "commits"), [(0, True), (1, True), (2, False)])
+def test_one_liar_does_not_void_a_long_round_for_everybody(claiming: int, commits: bool) -> None:
+    """It only has to announce a base that nobody made."""
+    mates = [Peer(number).id for number in range(5)]
+    lie = Claim(version=8, digest=b"l" * 32, total_samples=2**50)
+    honest = Claim(version=7, digest=b"h" * 32, total_samples=100)
+    claims = {str(mate): lie if number < claiming else honest for number, mate in enumerate(mates[1:])}
+
+    async def refresh(asked: Collection[str]) -> None:
+        assert set(asked) >= claims.keys()
+
+    keeper: Any = RoundKeeper.__new__(RoundKeeper)
+    keeper._run = SimpleNamespace(
+        clock=SimpleNamespace(now=lambda: 1000.0),
+        schedule=Schedule(start_seconds=0.0, tick_seconds=1.0, fragments=2),
+    )
+    keeper._presence = SimpleNamespace(refresh=refresh, view=SimpleNamespace(claims=lambda fragment: claims))
+    state: Any = SimpleNamespace(index=0, size=1, version=7, total_element_samples=100)
+    plan: Any = SimpleNamespace(members=[SimpleNamespace(peer_id=mate) for mate in mates])
+    looking = keeper._look_for_a_rival(state, plan, ())
+    if commits:
+        asyncio.run(looking)
+    else:
+        with pytest.raises(RoundVoid, match="held the round again"):
+            asyncio.run(looking)

@@ -8,14 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 from saved_run import SMALL_DIGITS, sign
 
-from dht_config.errors import FingerprintError
+from dht_config.errors import FingerprintError, RecordError
 from dht_config.identity import load_or_create_organiser_key
 from dht_config.keys import manifest_key, run_manifest_key
 from dht_config.manifest import PROTOCOL_VERSION, parse_manifest
-from dht_config.records import SignedManifest, software_version
+from dht_config.records import _MANIFEST_DOMAIN, SignedManifest, software_version
 from dht_config.versions import install_command, other_protocol
 from p2p_trainer.target import Target, checked_manifest, manifest_target
 from peers import door
@@ -43,6 +44,29 @@ def test_a_refusal_names_both_versions_and_the_command(tmp_path: Path, protocol:
     ):
         assert said in refused.value.problem
     assert 'pip install --upgrade "p2p-trainer==7.8.9"' in refused.value.remedy
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION, PROTOCOL_VERSION + 1])
+def test_what_a_later_version_adds_to_a_manifest_is_signed_for_and_does_not_make_it_unreadable(
+    tmp_path: Path, protocol: int
+) -> None:
+    signed = signed_by(tmp_path, protocol_version=protocol)
+    key = load_or_create_organiser_key(tmp_path / "organiser.key")
+    fields = {**signed.model_dump(exclude={"signature", "layout_digest"}), "purpose": b"new", "much": 2.5}
+    signature = key.sign(_MANIFEST_DOMAIN + msgpack.packb(fields))
+    read = SignedManifest.from_payload(msgpack.packb({**fields, "signature": signature}))
+    read.verify(key.public_key)
+    assert (other_protocol(read) is None) == (protocol == PROTOCOL_VERSION)
+    assert SignedManifest.from_payload(read.to_payload()) == read, "whoever passes it on drops nothing"
+    changed = SignedManifest.from_payload(msgpack.packb({**fields, "purpose": "other", "signature": signature}))
+    with pytest.raises(RecordError, match="signature"):
+        changed.verify()
+    deep: Any = 1
+    for _ in range(500):
+        deep = [deep]
+    for wrong in (deep, float("inf"), {"a": 1}):
+        with pytest.raises(RecordError):
+            SignedManifest.from_payload(msgpack.packb({**fields, "purpose": wrong, "signature": signature}))
 
 
 def test_another_product_version_with_the_same_protocol_is_welcome(tmp_path: Path) -> None:
