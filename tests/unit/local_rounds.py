@@ -76,6 +76,7 @@ class Network:
     """Carries messages between the rounds of one group; what goes wrong is said here.
 
     :param dead_reducers: members that answer nobody
+    :param deaf: members that send everything and take no more than one answer of each reducer
     :param mute_to: (sender, reducer) pairs in which the sender's parts never arrive, from a part number on
     :param tamper: may change or drop a message: (sender, receiver, message)
     """
@@ -83,6 +84,7 @@ class Network:
     plan: RoundPlan
     dead_reducers: set[int] = field(default_factory=set)
     silent_reducers: set[int] = field(default_factory=set)
+    deaf: set[int] = field(default_factory=set)
     mute_to: dict[tuple[int, int], int] = field(default_factory=dict)
     tamper: Tamper = lambda sender, receiver, message: message
     wait_seconds: float = PATIENT_SECONDS
@@ -136,6 +138,8 @@ class Network:
         try:
             async with contextlib.aclosing(self.rounds[reducer].answer(arriving(), peer(sender))) as answers:
                 async for answer in answers:
+                    if sender in self.deaf:
+                        await asyncio.Event().wait()  # what came is not read, so the reducer cannot send more
                     changed = self.tamper(reducer, sender, answer)
                     if changed is not None:
                         message = Average()

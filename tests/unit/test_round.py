@@ -251,6 +251,16 @@ def test_a_sender_that_freezes_is_left_out_and_the_others_commit_without_it() ->
     assert element_samples(plan, results[0].parts) == 12 * 20 + 4 * 50
 
 
+def test_who_reads_no_answers_is_counted_whole_and_holds_nobody_up() -> None:
+    plan = plan_for([whole(24, 5), whole(24, 50), whole(24, 15)], 24, part_elements=2)
+    contributions = random_contributions(3, 24)
+    first, deaf, last = hold(Network(plan, wait_seconds=HASTY_SECONDS, deaf={1}), contributions)
+    assert isinstance(first, RoundResult) and isinstance(last, RoundResult) and isinstance(deaf, RoundVoid)
+    assert torch.equal(first.average, last.average)
+    assert all(part.included == [0, 1, 2] for part in first.parts)
+    np.testing.assert_allclose(first.average.numpy(), expected_average(plan, contributions), atol=1e-6)
+
+
 def test_a_contribution_that_is_partly_in_is_accounted_for_part_by_part() -> None:
     plan = plan_for([whole(12, 8), whole(12, 8)], 12, part_elements=2)
     network = Network(plan, wait_seconds=HASTY_SECONDS, mute_to={(0, 1): 1})
