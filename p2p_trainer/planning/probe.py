@@ -180,6 +180,9 @@ class Prober:
 
 def start_prober() -> Prober:
     """Fork the process that will fork probes. Call it before CUDA is touched and before any thread is started."""
+    # With the first optimizer torch imports its compiler, which takes 2 s of a core: once for every probe and for the
+    # peer, which has nothing else to do while the averaging process looks for others.
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=True)
     process = context.Process(target=_serve, args=(theirs, ours, os.getpid()), name="p2p-trainer probes", daemon=True)

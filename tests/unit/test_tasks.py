@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
 
 from dht_config.errors import DataError, ManifestError
 from p2p_trainer import tasks
-from p2p_trainer.tasks import Task, installed_tasks, load_task, mean_loss
+from p2p_trainer.tasks import Task, digits, installed_tasks, load_task, mean_loss
 from p2p_trainer.tasks.base import is_held_out, shuffled_batches
 
 LLAMA: dict[str, Any] = {
@@ -373,6 +375,29 @@ def test_about_a_seventh_of_the_digits_is_held_out_and_never_trained_on() -> Non
     read = itertools.islice(task.batches(0, 100), 17)
     assert not held_out & {tuple(row.tolist()) for batch in read for row in batch[0]}
     assert [len(batch[0]) for batch in task.held_out(8, 20)] == [8, 8, 4]
+
+
+def test_the_digits_are_scikit_learns_and_it_need_not_be_imported() -> None:
+    code = (
+        "import sys; from p2p_trainer.tasks import load_task; task = load_task('digits', {}, {}); "
+        "next(task.batches(0, 8)); task.held_out(8, 8); sys.exit('sklearn' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    pixels, labels = digits._read_digits()
+    theirs = load_digits(return_X_y=True)
+    assert np.array_equal(pixels, theirs[0]) and np.array_equal(labels, theirs[1])
+    assert (pixels.dtype, labels.dtype) == (np.float64, np.int64)
+
+
+def test_digits_that_lie_elsewhere_are_read_by_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = digits._read_digits()
+    monkeypatch.setattr(digits, "find_spec", lambda name: ModuleSpec(name, None, is_package=True))
+    again = digits._read_digits()
+    assert all(np.array_equal(*pair) for pair in zip(at, again, strict=True))
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match="needs scikit-learn"):
+        digits._read_digits()
 
 
 @pytest.mark.parametrize(
