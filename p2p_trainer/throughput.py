@@ -205,23 +205,25 @@ def _accumulate(
     """Leave the batch's mean gradient, clipped, in the parameters, and return the mean loss.
 
     The loss is not finite if loss or gradient were not. A gradient that overflows in float16 is computed again at half
-    the scale. Whatever is raised, no gradient is held on to: a caller may try again.
+    the scale; where no scale helps, it is as before. Whatever is raised, no gradient is held on to: a caller may try
+    again.
     """
     scaler = scaler_of(task)
+    began_at = None
     while True:
         loss = _add_up(task, model, optimizer, batch, micro_batch, between=between, scaler=scaler)
         scale = scaler.get_scale()
+        began_at = scale if began_at is None else began_at
         scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm(_gradients(optimizer))
-        if not math.isfinite(loss):
+        overflows = not math.isfinite(float(norm))
+        if not math.isfinite(loss) or (overflows and scale <= 1.0):
             if scaler.is_enabled():
-                scaler.update(scale)  # it is not the scale's fault
+                scaler.update(began_at)  # it is not the scale's fault
             return math.nan
         scaler.update()
-        if math.isfinite(float(norm)):
+        if not overflows:
             break
-        if scale <= 1.0:
-            return math.nan
     if clip_norm is not None:
         nn.utils.clip_grads_with_norm_(_parameters(optimizer), clip_norm, norm)
     return loss
