@@ -62,6 +62,8 @@ class Records(Presence):
                 run_id="digits-0123456789abcdef",
                 restart=0,
                 role=role,
+                wished_cadence=None,
+                wished_codec=None,
                 identity=SimpleNamespace(peer_id="own", public_key=b"key", sign=lambda message: b"signature"),
             ),
             training=SimpleNamespace(
