@@ -179,6 +179,8 @@ class RoundKeeper:
             "cadence": self._presence.pace(),
             "due": self._presence.cadence.take_turn(tick),
         }
+        # Before whatever may be otherwise by then: a peer may leave, or be cut off, while a base is on its way.
+        free = not report["due"] or await self._is_free_in_time(tick, state)
         if not report["due"]:
             report["reason"] = f"on its line this peer takes part in 1 of {self._presence.cadence.announced} rounds"
         elif self._run.allowance.is_used_up:
@@ -190,7 +192,7 @@ class RoundKeeper:
         elif not self._presence.is_held(tick):
             report["due"] = False
             report["reason"] = "most peers skip this round: their lines do not carry more"
-        elif not await self._is_free_in_time(tick, state):
+        elif not free:
             report["reason"] = "the previous round or a fetch of this fragment is still under way"
             current = self._under_way.get(state.index)
             held_up_by_others = current.waits_for_others if current is not None else state.index in self._looking
