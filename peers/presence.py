@@ -49,6 +49,8 @@ STILL_SECONDS = 5.0
 """A process that did not run for so long may have missed rounds: its machine was suspended, or it was stopped."""
 ALONE_NEIGHBOURS = 4
 LOOK_SECONDS = 0.5
+LOOKS_AT_ONCE = 64
+"""At machines whose peers may have ended: each is a connection, and takes REFUSAL_SECONDS where nobody answers."""
 HAND_OVER_POLL_SECONDS = 0.25
 HAND_OVER_PEERS = 8
 MOST_TOLD = 128
@@ -92,6 +94,7 @@ class Presence:
         self._company = Company(run.clock.passed() if heard_from_others else float("-inf"))
         self._contact = Contact(run, self.changed.set, self._gossip.ask)
         self._looked_at = float("-inf")
+        self._looks = asyncio.Semaphore(LOOKS_AT_ONCE)
         self.step_fell_short = False
         """Whether the last group that met had too few samples for a step on averaged gradients."""
         self._extra = 0
@@ -272,7 +275,11 @@ class Presence:
             if member is None:
                 return
             good, _ = parse_addresses(member.profile.addresses[:ADDRESSES_PER_PEER])
-            if good and all(await asyncio.gather(*(refuses(address) for address in good))):
+            for address in good:
+                async with self._looks:
+                    if not await refuses(address):
+                        return
+            if good:
                 self._dead[peer] = member.expires
 
         await asyncio.gather(*(look(peer) for peer in peers))
