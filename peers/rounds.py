@@ -56,8 +56,6 @@ LEAST_LEAD = 0.25
 """Of the matchmaking time: enough for a snapshot and to find who leads, who begins at the tick."""
 KEPT_SNAPSHOTS = 2
 """Of rounds that brought no result here: if others counted us, what was trained since then can be kept."""
-MAX_SAMPLES_PER_SECOND = 1e6
-"""No peer is this fast: bounds what one can announce since the run began, so that totals stay countable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +112,7 @@ class RoundKeeper:
                 matchmaking_seconds=averaging.matchmaking_seconds,
                 size=state.size,
                 is_quorum=presence.is_quorum,
-                possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
+                possible_samples=lambda: run.schedule.possible_samples(run.clock.now()),
                 silent_leaders=self._silent_leaders,
                 likely_members=presence.likely_leaders,
                 auxiliary=presence.auxiliary,
