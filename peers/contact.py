@@ -183,7 +183,7 @@ class Contact:
             if answering:
                 self._pauses = self._pauses_anew()
                 if silent:
-                    await set_clock(self._run.clock, self._run.stub, list(answering), newcomer=False)
+                    await set_clock(self._run.clock, self._run.stub, list(answering), newcomer=False, lost=True)
             return bool(answering)
         finally:
             self._searching = False

@@ -87,7 +87,8 @@ class Line:
             self.dialled.append(address.peer_id)
             return DialReport(address=address, outcome=DialOutcome.CONNECTED)
 
-        async def set_clock(clock: object, stub: object, peers: list[PeerID], *, newcomer: bool) -> None:
+        async def set_clock(clock: object, stub: object, peers: list[PeerID], *, newcomer: bool, lost: bool) -> None:
+            assert lost and not newcomer
             self.clock_asked += peers
 
         monkeypatch.setattr(peers.contact, "dial", dial)

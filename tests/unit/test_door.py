@@ -71,6 +71,33 @@ def test_a_clock_that_is_set_twice_at_once_is_set_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ahead", "lost", "corrected"),
+    [
+        ([18_000.0, 18_001.0, 18_002.0], True, 18_001.0),  # a virtual machine was halted for five hours
+        ([18_000.0], True, 18_000.0),
+        ([18_000.0, 18_001.0, 18_002.0], False, 0.0),
+        ([18_000.0, 18_001.0, 4.0], True, 2.0),  # somebody's clock is about ours: the others may be off
+        ([], True, 0.0),
+    ],
+)
+def test_a_clock_that_is_hours_off_is_believed_where_nobody_is_heard_of_any_more(
+    ahead: list[float], lost: bool, corrected: float
+) -> None:
+    """All records would be of a time to come, and nobody would ever be heard of again."""
+    clock = SwarmClock(wall=lambda: 1e6, passed=lambda: 0.0)
+
+    def stub(asked: PeerID) -> Any:
+        async def rpc_time(request: Ask, timeout: float) -> Clock:
+            return Clock(ClockHeader(seconds=1e6 + ahead[asked.to_bytes()[-1]]))
+
+        return SimpleNamespace(rpc_time=rpc_time)
+
+    peers = [peer(number) for number in range(len(ahead))]
+    asyncio.run(set_clock(clock, stub, peers, newcomer=False, lost=lost))
+    assert clock.offset_seconds == pytest.approx(corrected)
+
+
+@pytest.mark.parametrize(
     ("answers", "expected"),
     [
         ([], ()),
