@@ -22,7 +22,7 @@ from dht_config.errors import IdentityError
 from dht_config.keys import profiles_key, states_key
 from peers.cadence import Cadence, is_due, pace
 from peers.company import Company
-from peers.contact import ADDRESSES_PER_PEER, Contact
+from peers.contact import Contact
 from peers.context import RunContext
 from peers.contribution import shares
 from peers.daemon import answers_elsewhere, refuses
@@ -37,6 +37,7 @@ from peers.own_records import RECORD_SECONDS, OwnRecords
 from peers.pipe import Event
 from peers.round import RoundVoid
 from peers.transport import TRANSPORT_ERRORS
+from peers.ways_in import ways_to
 
 logger = logging.getLogger(__name__)
 
@@ -274,12 +275,12 @@ class Presence:
             member = self.view.members.get(peer) or self._company.members.get(peer)
             if member is None:
                 return
-            good, _ = parse_addresses(member.profile.addresses[:ADDRESSES_PER_PEER])
-            for address in good:
+            ways = ways_to(peer, member.profile.addresses)
+            for address in ways:
                 async with self._looks:
                     if not await refuses(address):
                         return
-            if good:
+            if ways:
                 self._dead[peer] = member.expires
 
         await asyncio.gather(*(look(peer) for peer in peers))

@@ -433,6 +433,26 @@ def test_many_who_may_be_dead_are_looked_at_a_few_at_a_time(
     assert most <= LOOKS_AT_ONCE and records._dead.keys() == (members.keys() if dead else set())
 
 
+def test_who_may_be_dead_is_looked_for_at_its_own_addresses_and_at_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    async def refuses(address: Address) -> bool:
+        looked.append(address.transport.port)
+        return True
+
+    monkeypatch.setattr("peers.presence.refuses", refuses)
+    peer, other = (str(PeerID(b"\x12\x20" + bytes([number]) * 32)) for number in (1, 2))
+    texts = [f"/ip4/192.0.2.1/tcp/{port}/p2p/{peer}" for port in range(1, 9)]
+    addresses = (f"/ip4/192.0.2.9/tcp/99/p2p/{other}", *(",".join(texts[at : at + 2]) for at in range(0, 8, 2)))
+    found = member()
+    records = Records()
+    records.others(
+        **{peer: Member(profile=found.profile.model_copy(update={"addresses": addresses}), expires=found.expires)}
+    )
+    asyncio.run(records.look_for_dead([peer]))
+    assert looked == [1, 2, 3, 4] and peer in records._dead
+
+
 def test_of_the_dead_only_those_are_remembered_who_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     records = seeing(monkeypatch)
     records._dead = {"one": 200.0, "gone": 50.0, "companion": 90.0}
