@@ -180,7 +180,8 @@ async def hosts_reached(
     person has a router forward later is not noticed.
 
     :param port: ours, or a router's that may lead to us
-    :param inside: IP addresses that are our own: who sees us at one does not come through the router, and has no say
+    :param inside: for a router's port, IP addresses that are our own: who sees us at one does not come through the
+        router, and has no say; nor has who sees us over IPv6, for which no router forwards a port
     """
 
     async def ask(peer: PeerID) -> DialedBackHeader:
@@ -191,7 +192,8 @@ async def hosts_reached(
         return answer.header or UNTRIED
 
     answers = await asyncio.gather(*(ask(peer) for peer in peers[:DIAL_PEERS]))
-    answers = [answer for answer in answers if checked_host(answer.host) not in inside]
+    if inside:
+        answers = [answer for answer in answers if answer.host not in inside and ":" not in answer.host]
     if any(answer.reached is False for answer in answers):
         return None
     hosts = [checked_host(answer.host) for answer in answers if answer.reached]

@@ -136,7 +136,7 @@ def test_all_that_are_asked_and_answer_must_have_reached_us(answers: list[Any], 
 def test_who_sees_us_inside_our_network_has_no_say_in_whether_a_router_leads_to_us() -> None:
     def stub(asked: PeerID) -> Any:
         async def rpc_dial_back(request: DialBack, timeout: float) -> DialedBack:
-            host, reached = (("192.168.0.4", False), ("192.0.2.1", True))[asked.to_bytes()[-1]]
+            host, reached = (("192.168.0.4", False), ("192.0.2.1", True), ("2001:db8::7", False))[asked.to_bytes()[-1]]
             return DialedBack(DialedBackHeader(host=host, reached=reached))
 
         return SimpleNamespace(rpc_dial_back=rpc_dial_back)
@@ -147,3 +147,5 @@ def test_who_sees_us_inside_our_network_has_no_say_in_whether_a_router_leads_to_
 
     assert reached(0, 1) == ("192.0.2.1",)
     assert reached(0) == (), "not known"
+    assert reached(2, 1) == ("192.0.2.1",), "over IPv6 nobody comes by way of the router"
+    assert reached(2) == ()
