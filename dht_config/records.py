@@ -1,7 +1,7 @@
 """What peers tell each other, and how it is signed: every wire record on one page.
 
-A record's payload is plain msgpack (no extension types) of a pydantic model that refuses unknown fields,
-loose types, infinities and anything out of bounds. In the DHT a peer stores the bytes that ``to_payload``
+A record's payload is plain msgpack (no extension types) of a pydantic model that refuses unknown fields (but for the
+manifest's), loose types, infinities and anything out of bounds. In the DHT a peer stores the bytes that ``to_payload``
 gives; ``validators.py`` signs them on the way out and checks them on the way in. Announcements travel inside
 matchmaking and sign themselves; so does the manifest, whose signer is the organiser.
 

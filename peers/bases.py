@@ -113,7 +113,7 @@ class BaseKeeper:
                         received_bytes += fetched.bytes_received
                         async with state.content:
                             await self.before_change(state)
-                            keep[state.index] &= state.adopt(fetched, self._run.own_id)
+                            keep[state.index] &= state.adopt(fetched, self._run.own_id, self._possible_samples())
                         arrived = True
                 too_slow_to_be_current = fetched is not None and fetched.seconds > self._run.schedule.cycle_seconds
                 if too_slow_to_be_current:
@@ -140,6 +140,7 @@ class BaseKeeper:
         counts = []
         for state, saved, contributed in zip(self._run.fragments, configure.counts, configure.contributed, strict=True):
             counts.append(counts_at_start(state, saved, contributed))
+            state.counted = counts[-1]
             # We contributed work that our checkpoint does not know: what we restored is older than that.
             keep[state.index] &= counts[-1].samples == saved.samples
         if self._run.manifest.averaging.mode == "gradient":
@@ -184,6 +185,9 @@ class BaseKeeper:
 
         rate = replace(rate, round_trip_seconds=self._run.clock.round_trip_seconds)
         self._presence.cadence.after_round(self._run.schedule.tick_at(self._run.clock.now()), rate, use)
+
+    def _possible_samples(self) -> float:
+        return self._run.schedule.possible_samples(self._run.clock.now())
 
     def better_claim(self, state: FragmentState) -> Claim | None:
         """What we should fetch for this fragment; a version 0 must be the one the organiser signed.
@@ -324,7 +328,7 @@ class BaseKeeper:
     ) -> tuple[bool, asyncio.Future[Rebased] | None]:
         async with state.content:
             await self.before_change(state)
-            keep = await asyncio.to_thread(state.adopt, fetched, self._run.own_id)
+            keep = await asyncio.to_thread(state.adopt, fetched, self._run.own_id, self._possible_samples())
             return keep, self._run.training.rebase(state, keep)
 
     async def _fetch(

@@ -121,6 +121,10 @@ async def measure_offset(
     return best_offset(samples) if samples else None
 
 
+MAX_SAMPLES_PER_SECOND = 1e6
+"""No peer is this fast: bounds what one can announce since the run began, so that totals stay countable."""
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Tick k begins at ``start_seconds + k * tick_seconds`` of swarm time and is fragment ``k mod F``'s round."""
@@ -150,3 +154,7 @@ class Schedule:
     def possible_versions(self, now: float) -> int:
         """How many rounds of one fragment can have been held by now: no honest base has a higher version."""
         return max(0, self.tick_at(now)) // self.fragments + 1
+
+    def possible_samples(self, now: float) -> float:
+        """More than this nobody can have processed by now."""
+        return max(0.0, MAX_SAMPLES_PER_SECOND * (now - self.start_seconds))

@@ -20,7 +20,7 @@ from contextlib import suppress
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from dht_config.address import Address, parse_addresses
+from dht_config.address import Address
 from peers.company import GONE_SECONDS
 from peers.context import RunContext
 from peers.daemon import DialOutcome, dial
@@ -35,10 +35,9 @@ from peers.door import (
 from peers.membership import Member
 from peers.pipe import Waiting
 from peers.transport import TRANSPORT_ERRORS
-from peers.ways_in import announced, best_first, forwarding_line, listening, only_inside, split_line
+from peers.ways_in import announced, best_first, forwarding_line, listening, only_inside, split_line, ways_to
 
 DIALS_AT_ONCE = 8
-ADDRESSES_PER_PEER = 4
 MOST_MISSING = 256
 SOUGHT_AT_ONCE = 16
 """Of the missing, by one search: who finds one of a part of the swarm hears of all of it."""
@@ -108,12 +107,11 @@ class Contact:
         }
 
     async def _greet_all(self, fresh: Mapping[str, Sequence[str]], training: Collection[str]) -> None:
-        ways = {peer: parse_addresses(texts[:ADDRESSES_PER_PEER])[0] for peer, texts in fresh.items() if texts}
+        ways = {peer: ways_to(peer, texts) for peer, texts in fresh.items() if texts}
 
         async def greet(peer: str, addresses: Sequence[Address]) -> str | None:
-            good = [address for address in addresses if address.peer_id == peer]
             try:
-                return peer if any(await asyncio.gather(*(self._greet(address) for address in good))) else None
+                return peer if any(await asyncio.gather(*(self._greet(address) for address in addresses))) else None
             finally:
                 self._greeting.discard(peer)
 
@@ -153,10 +151,8 @@ class Contact:
         """Where those may be that are missing, and the doors that we were given."""
         doors = [address for address in self._run.settings.addresses if address.peer_id not in self._known]
         found = list(doors)
-        # What a record says of others, or too much, would have the whole swarm knock at whatever a stranger likes.
         for peer in random.sample(list(self._missing), min(SOUGHT_AT_ONCE, len(self._missing))):
-            good, _ = parse_addresses(self._missing[peer][1][:ADDRESSES_PER_PEER])
-            found += [address for address in good if address.peer_id == peer][:ADDRESSES_PER_PEER]
+            found += ways_to(peer, self._missing[peer][1])
         return found
 
     async def search(self, *, silent: bool) -> bool:
@@ -183,7 +179,7 @@ class Contact:
             if answering:
                 self._pauses = self._pauses_anew()
                 if silent:
-                    await set_clock(self._run.clock, self._run.stub, list(answering), newcomer=False)
+                    await set_clock(self._run.clock, self._run.stub, list(answering), newcomer=False, lost=True)
             return bool(answering)
         finally:
             self._searching = False

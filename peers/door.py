@@ -36,7 +36,7 @@ ALONE_AFTER_ATTEMPTS = 2
 CLOCK_PEERS = 8
 DIAL_PEERS = 3
 CREDIBLE_OFFSET_SECONDS = 3600.0
-"""In the swarm already, a clock that is further off than this is ignored."""
+"""In the swarm already, a clock that is further off than this is ignored, unless all are and nobody is heard of."""
 RPC_WAIT_SECONDS = 12.0
 """For an answer while getting in: a door behind a round trip of 3 s, the most that libp2p bears, answers after 6 s."""
 NEAR_WAIT_SECONDS = (0.5, 3.0)
@@ -132,11 +132,17 @@ def _refuse_wrong_ids(reports: Sequence[DialReport], may_start: bool) -> None:
         )
 
 
-async def set_clock(clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, newcomer: bool) -> int:
+async def set_clock(
+    clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, newcomer: bool, lost: bool = False
+) -> int:
     """Correct the clock by the median offset to up to eight peers; returns how many answered.
 
     Answers may take long, and meanwhile another call of this may have corrected the clock: only what is left then is
     corrected.
+
+    :param newcomer: a peer that has no part in swarm time yet
+    :param lost: nobody is heard of any more: if all clocks are incredibly far off, it is ours, as after a virtual
+        machine was halted. What this does not stop: where everybody else is silent, one that lies.
     """
     round_trips: dict[PeerID, float] = {}
 
@@ -154,8 +160,10 @@ async def set_clock(clock: SwarmClock, stub: Stub, peers: Sequence[PeerID], *, n
 
     measured = await asyncio.gather(*(offset_to(peer) for peer in peers[:CLOCK_PEERS]))
     offsets = [offset - clock.offset_seconds for offset in measured if offset is not None]
+    credible = [offset for offset in offsets if abs(offset) <= CREDIBLE_OFFSET_SECONDS]
+    newcomer = newcomer or (lost and not credible)
     if not newcomer:
-        offsets = [offset for offset in offsets if abs(offset) <= CREDIBLE_OFFSET_SECONDS]
+        offsets = credible
     clock.offset_seconds += correction(offsets, newcomer=newcomer)
     if round_trips:
         clock.round_trip_seconds = statistics.median(round_trips.values())
@@ -172,7 +180,8 @@ async def hosts_reached(
     person has a router forward later is not noticed.
 
     :param port: ours, or a router's that may lead to us
-    :param inside: IP addresses that are our own: who sees us at one does not come through the router, and has no say
+    :param inside: for a router's port, IP addresses that are our own: who sees us at one does not come through the
+        router, and has no say; nor has who sees us over IPv6, for which no router forwards a port
     """
 
     async def ask(peer: PeerID) -> DialedBackHeader:
@@ -183,7 +192,8 @@ async def hosts_reached(
         return answer.header or UNTRIED
 
     answers = await asyncio.gather(*(ask(peer) for peer in peers[:DIAL_PEERS]))
-    answers = [answer for answer in answers if checked_host(answer.host) not in inside]
+    if inside:
+        answers = [answer for answer in answers if answer.host not in inside and ":" not in answer.host]
     if any(answer.reached is False for answer in answers):
         return None
     hosts = [checked_host(answer.host) for answer in answers if answer.reached]

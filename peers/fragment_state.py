@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -55,6 +56,8 @@ class FragmentState:
         """A snapshot that came too late for the round it was meant for; good for the next."""
         self.uncertain = False
         """Whether a contribution of ours may be in a base that we do not have."""
+        self.counted: Counts | None = None
+        """The furthest that we have contributed up to, or gone on from at our start; None before that."""
         self.undecided: Ledger | None = None
         """The account before we dropped, at our start, work of which we do not know whether it arrived."""
         self.first_tick: int | None = None
@@ -120,6 +123,8 @@ class FragmentState:
     def contribution(self, spans: Sequence[PendingSpan]) -> Outgoing:
         """What the snapshot brings for what is pending, float32 ``(size,)``; to be held before either changes."""
         self.sent = []
+        if self.taken is not None and self.counted is not None:
+            self.counted = self.counted.furthest(Counts(self.taken.samples, self.taken.steps))
         return self._contribution.outgoing(self.snapshot, self.base, spans)
 
     def give_up(self) -> None:
@@ -196,12 +201,17 @@ class FragmentState:
         self.backers = frozenset(str(member.peer_id) for member in plan.training if member.peer_id.to_bytes() != own_id)
         self._moved_to(version, digest, total, history)
 
-    def adopt(self, fetched: FetchedBase, own_id: bytes) -> bool:
+    def adopt(self, fetched: FetchedBase, own_id: bytes, possible_samples: float = math.inf) -> bool:
         """Put a fetched base in place; returns whether this peer's progress stands.
 
         Its receipts, which its digest vouches for, say where its line left ours and whether contributions whose
         answers we missed are in it. What was credited in a line that we leave is dropped. If we cannot know what
         became of a contribution, progress is dropped: a sample may be lost, but none counts twice.
+
+        A receipt that names more work of ours than we ever had is a lie, and no account of ours follows it: we would
+        have nothing to contribute any more, in this run directory for ever.
+
+        :param possible_samples: more than this nobody can have processed; in steps of one sample at least
         """
         line = _line(fetched)
         ancestor = self._common_ancestor(line)
@@ -219,6 +229,8 @@ class FragmentState:
         for receipt in fetched.receipts:
             entry, ranges = receipt.ranges_of(own_id)
             if receipt.version <= since or entry is None or not ranges:
+                continue
+            if not self._may_be_ours(entry, possible_samples):
                 continue
             if self.taken is not None and (entry.samples, entry.steps) == (self.taken.samples, self.taken.steps):
                 held.extend(ranges)
@@ -265,6 +277,12 @@ class FragmentState:
         self.undecided = self.ledger
         self.ledger = self.ledger.drop(samples, steps)
         self.give_up()
+
+    def _may_be_ours(self, entry: Contributor, possible_samples: float) -> bool:
+        """Before our start is over, what we know of may be less than what we contributed: a checkpoint can be lost."""
+        if self.counted is None:
+            return entry.steps <= entry.samples <= possible_samples
+        return entry.samples <= self.counted.samples and entry.steps <= self.counted.steps
 
     def _credit(self, ranges: Sequence[tuple[int, int]], entry: Contributor, tick: int) -> None:
         """A receipt says that our work up to the entry's counts is in the base; also work that we gave up for lost."""

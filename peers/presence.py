@@ -22,7 +22,7 @@ from dht_config.errors import IdentityError
 from dht_config.keys import profiles_key, states_key
 from peers.cadence import Cadence, is_due, pace
 from peers.company import Company
-from peers.contact import ADDRESSES_PER_PEER, Contact
+from peers.contact import Contact
 from peers.context import RunContext
 from peers.contribution import shares
 from peers.daemon import answers_elsewhere, refuses
@@ -37,6 +37,7 @@ from peers.own_records import RECORD_SECONDS, OwnRecords
 from peers.pipe import Event
 from peers.round import RoundVoid
 from peers.transport import TRANSPORT_ERRORS
+from peers.ways_in import ways_to
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ STILL_SECONDS = 5.0
 """A process that did not run for so long may have missed rounds: its machine was suspended, or it was stopped."""
 ALONE_NEIGHBOURS = 4
 LOOK_SECONDS = 0.5
+LOOKS_AT_ONCE = 64
+"""At machines whose peers may have ended: each is a connection, and takes REFUSAL_SECONDS where nobody answers."""
 HAND_OVER_POLL_SECONDS = 0.25
 HAND_OVER_PEERS = 8
 MOST_TOLD = 128
@@ -97,6 +100,7 @@ class Presence:
         self._company = Company(run.clock.passed() if heard_from_others else float("-inf"))
         self._contact = Contact(run, self.changed.set, self._gossip.ask)
         self._looked_at = float("-inf")
+        self._looks = asyncio.Semaphore(LOOKS_AT_ONCE)
         self.step_fell_short = False
         """Whether the last group that met had too few samples for a step on averaged gradients."""
         self._extra = 0
@@ -276,8 +280,12 @@ class Presence:
             member = self.view.members.get(peer) or self._company.members.get(peer)
             if member is None:
                 return
-            good, _ = parse_addresses(member.profile.addresses[:ADDRESSES_PER_PEER])
-            if good and all(await asyncio.gather(*(refuses(address) for address in good))):
+            ways = ways_to(peer, member.profile.addresses)
+            for address in ways:
+                async with self._looks:
+                    if not await refuses(address):
+                        return
+            if ways:
                 self._dead[peer] = member.expires
 
         await asyncio.gather(*(look(peer) for peer in peers))

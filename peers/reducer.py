@@ -374,7 +374,8 @@ class PartReducer:
         except Exception as error:
             part.fail(f"could not be averaged: {error}")
             return
-        part.result.set_result(self._averaged(part, payload, part.included))
+        if not part.result.done():  # the round was not over meanwhile
+            part.result.set_result(self._averaged(part, payload, part.included))
 
     def _averaged(self, part: _OpenPart, payload: bytes | memoryview, included: Collection[int]) -> Averaged:
         return Averaged(

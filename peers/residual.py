@@ -33,11 +33,12 @@ class AverageResidual:
         It lies apart from the heap: among the buffers of a round it would keep what is freed around it from use.
         """
         memory = memoryview(mmap.mmap(-1, max(1, sum(map(len, packed.values())))))
-        self._kept, begin = {}, 0
+        kept, begin = {}, 0
         for where, values in packed.items():
-            self._kept[where] = memory[begin : begin + len(values)]
-            self._kept[where][:] = values
+            kept[where] = memory[begin : begin + len(values)]
+            kept[where][:] = values
             begin += len(values)
+        self._kept = kept  # whole: an earlier attempt's averages may be made in a thread at this moment
 
     def of(self, start: int, stop: int) -> torch.Tensor | None:
         """For elements ``[start, stop)``: float32 ``(stop - start,)``, or None if there is nothing."""

@@ -95,8 +95,9 @@ def _included(receipt: Receipt, share: ReducedShare) -> list[tuple[int, int, tup
     """Whose work is in which of a share's elements."""
     found: list[tuple[int, int, tuple[int, ...]]] = []
     for part in sorted(receipt.parts, key=lambda part: part.start):
-        start, stop, who = max(part.start, share.start), min(part.stop, share.stop), tuple(sorted(part.included))
+        start, stop = max(part.start, share.start), min(part.stop, share.stop)
         if start < stop:
+            who = tuple(sorted(part.included))
             if found and found[-1][1:] == (start, who):
                 start = found.pop()[0]
             found.append((start, stop, who))

@@ -54,8 +54,6 @@ LEADER_DISTRUST_DOUBLINGS = 2
 CLOCK_LOOK_SECONDS = 1.0
 KEPT_SNAPSHOTS = 2
 """Of rounds that brought no result here: if others counted us, what was trained since then can be kept."""
-MAX_SAMPLES_PER_SECOND = 1e6
-"""No peer is this fast: bounds what one can announce since the run began, so that totals stay countable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +110,7 @@ class RoundKeeper:
                 matchmaking_seconds=averaging.matchmaking_seconds,
                 size=state.size,
                 is_quorum=presence.is_quorum,
-                possible_samples=lambda: MAX_SAMPLES_PER_SECOND * (run.clock.now() - run.schedule.start_seconds),
+                possible_samples=lambda: run.schedule.possible_samples(run.clock.now()),
                 silent_leaders=self._silent_leaders,
                 likely_members=presence.likely_leaders,
                 auxiliary=presence.auxiliary,
@@ -177,6 +175,8 @@ class RoundKeeper:
             "cadence": self._presence.pace(),
             "due": self._presence.cadence.take_turn(tick),
         }
+        # Before whatever may be otherwise by then: a peer may leave, or be cut off, while a base is on its way.
+        free = not report["due"] or await self._is_free_in_time(tick, state)
         if not report["due"]:
             report["reason"] = f"on its line this peer takes part in 1 of {self._presence.cadence.announced} rounds"
         elif self._run.allowance.is_used_up:
@@ -188,7 +188,7 @@ class RoundKeeper:
         elif not self._presence.is_held(tick):
             report["due"] = False
             report["reason"] = "most peers skip this round: their lines do not carry more"
-        elif not await self._is_free_in_time(tick, state):
+        elif not free:
             report["reason"] = "the previous round or a fetch of this fragment is still under way"
             current = self._under_way.get(state.index)
             held_up_by_others = current.waits_for_others if current is not None else state.index in self._looking

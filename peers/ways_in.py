@@ -13,6 +13,7 @@ from dht_config.address import Address, Transport, address_of, dialable, parse_a
 from peers.daemon import DialOutcome, DialReport
 
 REMEMBERED_PEERS = 32
+ADDRESSES_PER_PEER = 4
 CLOCK_SECONDS = 2.0
 """A clock that is further off than this is worth a line; swarm time makes up for any."""
 OTHER_WAYS = "or give another peer's address with --peer."
@@ -74,6 +75,17 @@ def forwarding_line(port: int | None, *, inside: bool = False) -> str:
     return f"The router forwards port {port} to this peer (UPnP or NAT-PMP): others reach it, and it averages for them."
 
 
+def ways_to(peer: str, texts: Sequence[str]) -> list[Address]:
+    """A few of the addresses in a peer's record, its own alone.
+
+    What a record says of others, or too much, would have the whole swarm knock at whatever a stranger likes.
+
+    :param peer: base58
+    """
+    good, _ = parse_addresses(texts[:ADDRESSES_PER_PEER])
+    return [address for address in good if address.peer_id == peer][:ADDRESSES_PER_PEER]
+
+
 def best_first(
     found: Mapping[str, Sequence[str]], answered: Collection[str], earlier: Iterable[str], *, given: Iterable[str] = ()
 ) -> list[str]:
@@ -85,7 +97,7 @@ def best_first(
     :param given: by a person
     """
     order = sorted(found, key=lambda peer: peer not in answered)
-    ways = [[address.text for address in dialable(parse_addresses(found[peer])[0])] for peer in order]
+    ways = [[address.text for address in dialable(ways_to(peer, found[peer]))] for peer in order]
     first = [texts[0] for texts in ways if texts]  # one of each before the second of any
     rest = [text for texts in ways for text in texts[1:]]
     return list(dict.fromkeys([*first, *given, *rest, *earlier]))[:REMEMBERED_PEERS]

@@ -21,6 +21,7 @@ from peers.contact import ASK_AGAIN_SECONDS, Contact
 from peers.daemon import DialOutcome, DialReport
 from peers.membership import Member
 from peers.tasks import Tasks
+from peers.ways_in import ADDRESSES_PER_PEER
 
 ONE, OTHER = (PeerID(b"\x12\x20" + bytes([number]) * 32) for number in (1, 2))
 TICK_SECONDS = 3.0
@@ -87,7 +88,8 @@ class Line:
             self.dialled.append(address.peer_id)
             return DialReport(address=address, outcome=DialOutcome.CONNECTED)
 
-        async def set_clock(clock: object, stub: object, peers: list[PeerID], *, newcomer: bool) -> None:
+        async def set_clock(clock: object, stub: object, peers: list[PeerID], *, newcomer: bool, lost: bool) -> None:
+            assert lost and not newcomer
             self.clock_asked += peers
 
         monkeypatch.setattr(peers.contact, "dial", dial)
@@ -379,7 +381,7 @@ def test_many_that_vanish_have_nobody_knock_at_more_than_a_few_doors_and_at_none
     line.contact.meet(members, ())
     line.contact.meet({}, ())
     wanted = line.contact._wanted()
-    assert 0 < len(wanted) <= peers.contact.SOUGHT_AT_ONCE * peers.contact.ADDRESSES_PER_PEER
+    assert 0 < len(wanted) <= peers.contact.SOUGHT_AT_ONCE * ADDRESSES_PER_PEER
     assert not [address for address in wanted if address.peer_id == str(ONE)]
     assert len(line.contact._missing) <= peers.contact.MOST_MISSING
 

@@ -71,6 +71,33 @@ def test_a_clock_that_is_set_twice_at_once_is_set_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ahead", "lost", "corrected"),
+    [
+        ([18_000.0, 18_001.0, 18_002.0], True, 18_001.0),  # a virtual machine was halted for five hours
+        ([18_000.0], True, 18_000.0),
+        ([18_000.0, 18_001.0, 18_002.0], False, 0.0),
+        ([18_000.0, 18_001.0, 4.0], True, 2.0),  # somebody's clock is about ours: the others may be off
+        ([], True, 0.0),
+    ],
+)
+def test_a_clock_that_is_hours_off_is_believed_where_nobody_is_heard_of_any_more(
+    ahead: list[float], lost: bool, corrected: float
+) -> None:
+    """All records would be of a time to come, and nobody would ever be heard of again."""
+    clock = SwarmClock(wall=lambda: 1e6, passed=lambda: 0.0)
+
+    def stub(asked: PeerID) -> Any:
+        async def rpc_time(request: Ask, timeout: float) -> Clock:
+            return Clock(ClockHeader(seconds=1e6 + ahead[asked.to_bytes()[-1]]))
+
+        return SimpleNamespace(rpc_time=rpc_time)
+
+    peers = [peer(number) for number in range(len(ahead))]
+    asyncio.run(set_clock(clock, stub, peers, newcomer=False, lost=lost))
+    assert clock.offset_seconds == pytest.approx(corrected)
+
+
+@pytest.mark.parametrize(
     ("answers", "expected"),
     [
         ([], ()),
@@ -109,7 +136,7 @@ def test_all_that_are_asked_and_answer_must_have_reached_us(answers: list[Any], 
 def test_who_sees_us_inside_our_network_has_no_say_in_whether_a_router_leads_to_us() -> None:
     def stub(asked: PeerID) -> Any:
         async def rpc_dial_back(request: DialBack, timeout: float) -> DialedBack:
-            host, reached = (("192.168.0.4", False), ("192.0.2.1", True))[asked.to_bytes()[-1]]
+            host, reached = (("192.168.0.4", False), ("192.0.2.1", True), ("2001:db8::7", False))[asked.to_bytes()[-1]]
             return DialedBack(DialedBackHeader(host=host, reached=reached))
 
         return SimpleNamespace(rpc_dial_back=rpc_dial_back)
@@ -120,3 +147,5 @@ def test_who_sees_us_inside_our_network_has_no_say_in_whether_a_router_leads_to_
 
     assert reached(0, 1) == ("192.0.2.1",)
     assert reached(0) == (), "not known"
+    assert reached(2, 1) == ("192.0.2.1",), "over IPv6 nobody comes by way of the router"
+    assert reached(2) == ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -51,6 +51,7 @@ class Peer:
                 ledger=Ledger.open(SIZE).to_json(),
             )
         )
+        self.state.counted = Counts()
         self.parameters = zeros.clone()
         self.samples = 0
         self.contributed = 0
@@ -75,6 +76,7 @@ class Peer:
         self.samples, _ = counts_at_start(
             self.state, Counts(samples, samples), Counts(self.contributed, self.contributed)
         )
+        self.state.counted = Counts(self.samples, self.samples)
         if self.samples > samples:
             self.parameters = base.clone()
             self.state.drop_undecided(self.samples, self.samples)
@@ -103,6 +105,8 @@ class Peer:
             self.state.taken, self.state.late = self.state.late, None
         else:
             self.snapshot()
+        assert self.state.taken is not None
+        self.state.contribution(self.state.ledger.pending(self.state.taken.samples, self.state.taken.steps))
 
     def member(self) -> GroupMember:
         assert self.state.taken is not None
@@ -675,3 +679,40 @@ def test_pending_spans_of_a_fresh_peer_are_one_span() -> None:
     peer.train(3)
     peer.snapshot()
     assert peer.member().spans == (PendingSpan(start=0, stop=SIZE, samples=3, steps=3),)
+
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("lie", [{"samples": 2**59, "steps": 3}, {"samples": 3, "steps": 2**59}])
+def test_a_base_that_names_more_work_of_ours_than_we_had_leaves_our_account_as_it_is(
+    started: bool, lie: dict[str, int]
+) -> None:
+    """Else one liar, believed once, would leave a peer nothing to contribute, in its run directory for ever."""
+    peer, liar = Peer(1), Peer(2)
+    for one in (peer, liar):
+        one.train(3)
+    peer.snapshot()
+    if not started:
+        peer.state.counted = None
+    peer.state.contribution(peer.state.ledger.pending(3, 3))
+    liar.prepare()
+    parts = [AveragedPart(start=0, stop=SIZE, included=[0, 1])]
+    plan = plan_of([peer, liar])
+    plan = replace(plan, members=(replace(plan.members[0], **lie), *plan.members[1:]))
+    liar.commit(plan, torch.zeros(SIZE), parts)
+    frozen = liar.state.frozen()
+    fetched = FetchedBase(
+        claim=liar.state.claim,
+        total_element_samples=frozen.total_element_samples,
+        history=frozen.history,
+        history_before=frozen.history_before,
+        base=liar.state.base.clone(),
+        outer_state=liar.state.outer_state.clone(),
+        receipts=frozen.receipts,
+        donors=("d",),
+        bytes_received=1,
+        seconds=1.0,
+    )
+    before = peer.state.ledger
+    peer.state.adopt(fetched, peer.own_id, possible_samples=1e9)
+    assert peer.state.ledger == before and peer.state.version == 1
+    assert counts_at_start(peer.state, Counts(3, 3), Counts(3, 3)) == Counts(3, 3)

@@ -155,7 +155,8 @@ def test_whatever_is_answered_time_is_a_number_hosts_are_addresses_and_only_sign
     async def scene() -> None:
         await desk.gossip.ask(str(theirs.peer_id))
         for newcomer in (True, False):
-            await set_clock(desk.clock, lambda peer: answering, [theirs.peer_id], newcomer=newcomer)
+            for lost in (True, False):
+                await set_clock(desk.clock, lambda peer: answering, [theirs.peer_id], newcomer=newcomer, lost=lost)
             assert math.isfinite(desk.clock.now())
         for host in await hosts_reached(lambda peer: answering, [theirs.peer_id], 1) or ():
             ipaddress.ip_address(host)

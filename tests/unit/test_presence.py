@@ -13,6 +13,7 @@ import pytest
 from hivemind.p2p import PeerID
 from peer_profile import Status, profile
 
+from dht_config.address import Address
 from peers.allowance import Allowance
 from peers.cadence import CADENCES
 from peers.clock import Schedule
@@ -23,7 +24,7 @@ from peers.lineage import Claim
 from peers.membership import Member, View
 from peers.messages import NewsAsk, NewsAskHeader
 from peers.own_records import RECORD_SECONDS
-from peers.presence import Presence, refresh_seconds
+from peers.presence import LOOKS_AT_ONCE, Presence, refresh_seconds
 from peers.round import RoundVoid
 from peers.settings import Role
 from peers.tasks import Tasks
@@ -401,6 +402,57 @@ def test_a_corrected_clock_is_not_taken_for_a_time_asleep(
     with pytest.raises(Ended):
         asyncio.run(records.watch_time())
     assert records._run.life.state == state
+
+
+@pytest.mark.parametrize(("shut", "dead"), [((1, 2), True), ((1,), False), ((), False)])
+def test_many_who_may_be_dead_are_looked_at_a_few_at_a_time(
+    shut: tuple[int, ...], dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of connections at once would leave none to open files and to answer others with."""
+    at_once = most = 0
+
+    async def refuses(address: Address) -> bool:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0)
+        at_once -= 1
+        return address.transport.port in shut
+
+    monkeypatch.setattr("peers.presence.refuses", refuses)
+    records, members = Records(), {}
+    for number in range(300):
+        peer = str(PeerID(b"\x12\x20" + number.to_bytes(32, "big")))
+        addresses = tuple(f"/ip4/192.0.2.1/tcp/{port}/p2p/{peer}" for port in (1, 2))
+        found = member()
+        members[peer] = Member(profile=found.profile.model_copy(update={"addresses": addresses}), expires=found.expires)
+    records.others(**members)
+
+    async def look() -> None:
+        await asyncio.gather(records.look_for_dead(members), records.look_for_dead(members))
+
+    asyncio.run(look())
+    assert most <= LOOKS_AT_ONCE and records._dead.keys() == (members.keys() if dead else set())
+
+
+def test_who_may_be_dead_is_looked_for_at_its_own_addresses_and_at_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    async def refuses(address: Address) -> bool:
+        looked.append(address.transport.port)
+        return True
+
+    monkeypatch.setattr("peers.presence.refuses", refuses)
+    peer, other = (str(PeerID(b"\x12\x20" + bytes([number]) * 32)) for number in (1, 2))
+    texts = [f"/ip4/192.0.2.1/tcp/{port}/p2p/{peer}" for port in range(1, 9)]
+    addresses = (f"/ip4/192.0.2.9/tcp/99/p2p/{other}", *(",".join(texts[at : at + 2]) for at in range(0, 8, 2)))
+    found = member()
+    records = Records()
+    records.others(
+        **{peer: Member(profile=found.profile.model_copy(update={"addresses": addresses}), expires=found.expires)}
+    )
+    asyncio.run(records.look_for_dead([peer]))
+    assert looked == [1, 2, 3, 4] and peer in records._dead
 
 
 def test_of_the_dead_only_those_are_remembered_who_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

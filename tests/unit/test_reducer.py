@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +47,33 @@ def encoded(values: list[float] | np.ndarray) -> bytes:
 
 def values_of(averaged: Averaged) -> np.ndarray:
     return np.frombuffer(averaged.payload, dtype="<f4")
+
+
+def test_a_round_that_ends_while_a_part_is_encoded_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that swaps: the last deadline comes first."""
+
+    async def scene() -> None:
+        encoding, go_on = asyncio.Event(), asyncio.Event()
+
+        async def off_loop(elements: int, work: Any, *arguments: Any) -> Any:
+            if getattr(work, "__name__", "") == "_encode":
+                encoding.set()
+                await go_on.wait()
+            return work(*arguments)
+
+        monkeypatch.setattr("peers.reducer.off_loop", off_loop)
+        reducer = reducer_of([(0, 4)], [whole(4, 1), whole(4, 1)])
+        result = reducer.result(0)
+        await reducer.add(0, 0, torch.ones(4))
+        last = asyncio.create_task(reducer.add(1, 0, torch.ones(4)))
+        await encoding.wait()
+        reducer.end()
+        go_on.set()
+        await last
+        with pytest.raises(InvalidPart, match="over"):
+            result.result()
+
+    asyncio.run(scene())
 
 
 def weight_rows(spans: list[tuple[PendingSpan, ...]], size: int) -> np.ndarray:

@@ -76,6 +76,24 @@ def test_only_what_our_own_line_holds_up_has_us_take_part_less_often(
     assert Keeper(under_way, looking=looking).cadence_after_rounds() == cadence
 
 
+def test_who_leaves_while_a_base_is_on_its_way_begins_no_round_when_it_has_come() -> None:
+    """It has said goodbye: its groupmates would wait for it in vain."""
+    keeper = Keeper(None, looking=False)
+    keeper.now = SCHEDULE.begins(10) - 60.0
+
+    async def hold() -> None:
+        busy = keeper._run.fragments[0].busy
+        await busy.acquire()
+        round_ = asyncio.create_task(RoundKeeper._hold_round(keeper, 10))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        keeper._run.life = SimpleNamespace(takes_part=False, reason="told to stop")
+        busy.release()
+        await round_
+
+    asyncio.run(hold())
+    assert not keeper.attempted and keeper.reasons == ["told to stop"]
+
+
 @pytest.mark.parametrize(("left_seconds", "attempted"), [(60.0, [10]), (0.1, [])])
 def test_a_base_that_arrives_while_the_others_look_for_each_other_is_in_time(
     left_seconds: float, attempted: list[int]

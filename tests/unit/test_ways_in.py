@@ -8,7 +8,16 @@ import pytest
 
 from dht_config.address import dialable, parse_address, reach
 from peers.daemon import DialOutcome, DialReport
-from peers.ways_in import REMEMBERED_PEERS, announced, best_first, clock_line, listening, nobody_answers, split_line
+from peers.ways_in import (
+    ADDRESSES_PER_PEER,
+    REMEMBERED_PEERS,
+    announced,
+    best_first,
+    clock_line,
+    listening,
+    nobody_answers,
+    split_line,
+)
 
 IDS = ["QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"]
 FAILURES = [outcome for outcome in DialOutcome if outcome is not DialOutcome.CONNECTED]
@@ -52,13 +61,13 @@ def test_records_of_peers_that_nobody_reaches_are_told() -> None:
 
 def test_who_answered_is_asked_first_and_who_was_known_before_is_not_forgotten() -> None:
     found = {
-        "silent": [way("8.8.113.1")],
-        "answers": [way("192.168.0.4", 1), way("8.8.113.2", 1)],
+        IDS[0]: [way("8.8.113.1")],
+        IDS[1]: [way("192.168.0.4", 1), way("8.8.113.2", 1)],
         "behind NAT": [],
         "nonsense": ["/ip4/nowhere"],
     }
     earlier = [way("8.8.113.9"), way("8.8.113.1")]
-    remembered = best_first(found, {"answers"}, earlier, given=[way("8.8.113.5")])
+    remembered = best_first(found, {IDS[1]}, earlier, given=[way("8.8.113.5")])
     assert remembered == [
         way("8.8.113.2", 1),
         way("8.8.113.1"),
@@ -68,6 +77,15 @@ def test_who_answered_is_asked_first_and_who_was_known_before_is_not_forgotten()
     ]
     many = [way(f"8.8.100.{number}") for number in range(100)]
     assert best_first(found, set(), many)[-1] == many[REMEMBERED_PEERS - 4]
+
+
+def test_one_peers_record_does_not_make_up_most_of_what_is_remembered() -> None:
+    """Else old friends would be forgotten for it, and strangers dialled at the next start."""
+    own = [way(f"8.8.100.{number}", 1) for number in range(16)]
+    record = [f"{way('8.8.1.1')},{own[0]}", *(",".join(own[at : at + 3]) for at in range(1, 16, 3))]
+    earlier = [way(f"8.8.113.{number}") for number in range(8)]
+    remembered = best_first({IDS[1]: record}, {IDS[1]}, earlier)
+    assert remembered == [*own[:ADDRESSES_PER_PEER], *earlier]
 
 
 def test_where_others_reached_us_is_announced_before_what_only_this_network_knows() -> None:
