@@ -410,11 +410,16 @@ class Round:
                 return
         raise _EndedEarly(f"{received} of {len(expected)} averages")
 
+    def _own_part(self, start: int, stop: int) -> torch.Tensor:
+        """:raises InvalidPart: our model has diverged there"""
+        values = self._contribution.part(start, stop)
+        check_values(values)
+        return values
+
     async def _reduce_own(self, share: Share) -> None:
         try:
             for part, (start, stop) in enumerate(() if self._brings_nothing else share.parts):
-                values = await off_loop(stop - start, self._contribution.part, start, stop)
-                check_values(values)
+                values = await off_loop(stop - start, self._own_part, start, stop)
                 await self.reducer.add(self.own_index, part, values)
         except InvalidPart as error:
             await self.reducer.leave_out(self.own_index, str(error))

@@ -566,11 +566,15 @@ def _ratio(above: list[dict[str, Any]], below: list[dict[str, Any]], key: str) -
 
 
 def bytes_per_parameter(elements: int, wire: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """For each codec; with two peers every parameter travels once in each direction."""
-    table: dict[str, dict[str, Any]] = {}
-    for name in CODEC_NAMES:
-        encoded = get_codec(name).encoded_bytes(elements) / elements
-        table[name] = {"up": encoded, "down": encoded, "measured": False}
+    """For each codec, of contributions and of averages; with two peers every parameter travels once in each direction.
+
+    Averages are never sparse: beside sparse contributions they are taken to be int8.
+    """
+    encoded = {name: get_codec(name).encoded_bytes(elements) / elements for name in CODEC_NAMES}
+    table: dict[str, dict[str, Any]] = {
+        name: {"up": each, "down": encoded["int8" if name == "sparse" else name], "measured": False}
+        for name, each in encoded.items()
+    }
     if wire is not None and wire["wire_bytes_up"] is not None:
         table["float32"] = {
             "up": wire["wire_bytes_up"] / elements,

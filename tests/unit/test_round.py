@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +26,14 @@ from local_rounds import (
     whole,
 )
 
+import peers.reducer
+import peers.round
 from peers.closing import ClosingTimes
 from peers.codecs import get_codec
 from peers.contribution import Outgoing
 from peers.ledger import Ledger, PendingSpan
 from peers.messages import Average, AveragedPart, AverageHeader, Part, PartHeader
-from peers.reducer import Rules
+from peers.reducer import INLINE_ELEMENTS, PartReducer, Rules
 from peers.residual import AverageResidual, pack
 from peers.round import Round, RoundResult, RoundVoid
 from peers.round_plan import RoundPlan, element_samples, receipt_for
@@ -169,6 +173,37 @@ def test_the_parts_of_a_result_cover_the_fragment_in_order() -> None:
         assert part.start == position and part.included == [0, 1, 2]
         position = part.stop
     assert position == 30
+
+
+@pytest.mark.parametrize(("answer_codec", "groups"), [("float32", 1), ("int8", 1), ("int8", 2)])
+def test_arithmetic_on_big_parts_leaves_the_event_loop_free(
+    monkeypatch: pytest.MonkeyPatch, answer_codec: str, groups: int
+) -> None:
+    where: dict[str, set[int]] = {}
+
+    def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*arguments: Any) -> Any:
+            where.setdefault(name, set()).add(threading.get_ident())
+            return work(*arguments)
+
+        return watch
+
+    names = {
+        peers.reducer._OpenPart: ("add", "add_sum", "average"),
+        PartReducer: ("decode", "_encode"),
+        Round: ("_encode", "_own_part"),
+        peers.round: ("decode_values",),
+    }
+    for owner, methods in names.items():
+        for name in methods:
+            monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+    members, size = 2 * groups, 4 * (INLINE_ELEMENTS + 1)
+    plan = plan_for([whole(size, 5)] * members, size, size, target_group_size=2)
+    assert all(stop - start > INLINE_ELEMENTS for share in plan.shares for start, stop in share.parts)
+    committed(hold(Network(plan, answer_codec=answer_codec), random_contributions(members, size)))
+    expected = {name for methods in names.values() for name in methods} - ({"add_sum"} if groups == 1 else set())
+    assert where.keys() == expected
+    assert all(threading.get_ident() not in threads for threads in where.values()), where
 
 
 def test_a_member_knows_how_much_it_sent_and_received() -> None:
