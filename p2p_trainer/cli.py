@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,9 +20,8 @@ from p2p_trainer import comeback, organiser_commands, plan_command
 from p2p_trainer.json_lines import JsonLines
 from p2p_trainer.reporting import Reporting, log_to_stderr
 from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addresses
-
-if TYPE_CHECKING:
-    from p2p_trainer.target import Target as RunTarget
+from p2p_trainer.target import Target as RunTarget
+from p2p_trainer.target import read_target
 
 MAX_WAIT_SECONDS = 10**7
 
@@ -251,14 +250,6 @@ def status(
         if local:
             organiser_commands.show_local(directory, as_json=as_json)
             return
-        import asyncio
-
-        from p2p_trainer.logs import quiet_libraries
-        from p2p_trainer.status import status_report, status_table
-        from p2p_trainer.target import read_target
-        from peers.observer import observe
-
-        quiet_libraries(verbose=verbose)
         if target is None:
             raise UsageError("Of which run?", "Give its invite, or --local for the peers of this machine.")
         if not 0 <= wait_seconds <= MAX_WAIT_SECONDS:
@@ -268,6 +259,14 @@ def status(
             )
         given = parse_given_addresses(peer or (), "--peer")
         run = read_target(target)
+
+        import asyncio
+
+        from p2p_trainer.logs import quiet_libraries
+        from p2p_trainer.status import status_report, status_table
+        from peers.observer import observe
+
+        quiet_libraries(verbose=verbose)
         known, problems = parse_addresses(run.addresses)
         for problem in problems:
             print(f"Ignored: {problem}", file=sys.stderr)
@@ -336,12 +335,12 @@ def doctor(
         }
         settings = load_settings(flags, settings_file)
 
-        from p2p_trainer.logs import quiet_libraries
-        from p2p_trainer.target import read_target
-
-        quiet_libraries(verbose=verbose)
         given = parse_given_addresses(settings.peer, "--peer")
         run = read_target(target) if target is not None else None
+
+        from p2p_trainer.logs import quiet_libraries
+
+        quiet_libraries(verbose=verbose)
         known, problems = parse_addresses(run.addresses if run is not None else ())
         for problem in problems:
             print(f"Ignored: {problem}", file=sys.stderr)
@@ -496,11 +495,16 @@ def _live(
     log_to_stderr(verbose)
     with Reporting(as_json) as reporting:
         settings = load_settings(flags, settings_file)
+        target = read_target(text)
+        if role == "serving":
+            organiser_commands.check_door(target, standby=standby)
+        starts = target.manifest is not None
+
+        # Seconds of a core: torch, hivemind. What is mistyped is known by now.
         from rich.console import Console
 
         from p2p_trainer.logs import quiet_libraries
         from p2p_trainer.session import Listener, Session, leave_on_signal
-        from p2p_trainer.target import read_target
         from p2p_trainer.training import LeaveRequested
         from p2p_trainer.view import LiveView
 
@@ -526,10 +530,6 @@ def _live(
                 print(f"Volunteers join with:\n\n  p2p-trainer join {code}\n", flush=True)
 
         with leave_on_signal() as leave:
-            target = read_target(text)
-            if role == "serving":
-                organiser_commands.check_door(target, standby=standby)
-            starts = target.manifest is not None
             # With --json, standard output is for programs alone.
             with LiveView(Console(stderr=as_json), plain=plain or as_json) as view:
                 listener = Listener(invite=announce, event=lines.event) if as_json else Listener(invite=announce)

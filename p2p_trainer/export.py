@@ -32,8 +32,9 @@ from p2p_trainer.checkpoint import Checkpoint, load_checkpoint, read_checkpoint
 from p2p_trainer.metrics import read_metrics
 from p2p_trainer.model_card import Library, model_card
 from p2p_trainer.run_files import METRICS_NAME, SIGNED_MANIFEST_NAME
+from p2p_trainer.run_model import checked_manifest, layout_of
 from p2p_trainer.running_statistics import load_model
-from p2p_trainer.target import Target, checked_manifest, layout_of
+from p2p_trainer.target import Target
 from p2p_trainer.tasks import Task
 from peers.fragments import FragmentLayout
 from peers.outer import base_digest

@@ -249,7 +249,8 @@ def _checked(wishes: Wishes) -> tuple[str, Proposal]:
     from dht_config.manifest import parse_manifest
     from p2p_trainer.manifest_template import manifest_text
     from p2p_trainer.proposal import propose
-    from p2p_trainer.target import check_model, manifest_target
+    from p2p_trainer.run_model import check_model
+    from p2p_trainer.target import manifest_target
 
     proposal = propose(wishes, None if wishes.task == "text" else wishes.parameters)
     text = manifest_text(proposal, datetime.now(timezone.utc))

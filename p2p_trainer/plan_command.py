@@ -16,12 +16,12 @@ from dht_config.errors import UsageError
 from p2p_trainer.machines import memory_text, read_rate
 from p2p_trainer.reporting import Reporting, log_to_stderr
 from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addresses
+from p2p_trainer.target import Target, read_target
 
 if TYPE_CHECKING:
     from dht_config.manifest import RunManifest
     from p2p_trainer.planning.plan_facts import Link, Plan, SwarmFacts
     from p2p_trainer.planning.probe import Prober
-    from p2p_trainer.target import Target
     from p2p_trainer.tasks import Task
 
 
@@ -94,9 +94,6 @@ def plan(
     """
     log_to_stderr(verbose)
     with Reporting(as_json):
-        from p2p_trainer.logs import quiet_libraries
-
-        quiet_libraries(verbose=verbose)
         settings = load_settings(
             {
                 "memory": memory,
@@ -117,14 +114,15 @@ def plan(
             settings_file,
         )
         rates = _rate(up, "--up"), _rate(down, "--down")
+        run = read_target(target)
 
+        from p2p_trainer.logs import quiet_libraries
         from p2p_trainer.planning.plan_facts import Link
         from p2p_trainer.planning.probe import start_prober
         from p2p_trainer.settings import default_data_directory
-        from p2p_trainer.target import read_target
         from peers.known_line import known_line
 
-        run = read_target(target)
+        quiet_libraries(verbose=verbose)
         directory = settings.dir or default_data_directory() / run.run_id / "peer"
         prober = start_prober()
         try:
@@ -150,7 +148,7 @@ def _rate(text: str | None, option: str) -> float | None:
 def _look_up(run: Target, settings: PeerSettings) -> tuple[RunManifest, Task, SwarmFacts]:
     """The run's manifest and task, and what its records show if it was given as an invite."""
     from p2p_trainer.planning.plan_facts import SwarmFacts
-    from p2p_trainer.target import checked_manifest
+    from p2p_trainer.run_model import checked_manifest
     from peers.observer import observe
 
     if run.manifest is not None and run.task is not None:
@@ -183,8 +181,8 @@ def _plan(
     from p2p_trainer.hardware import read_hardware
     from p2p_trainer.planning.planner import Planner, machine_of, model_of, tries_compiling, wishes_of
     from p2p_trainer.planning.probe_cache import ProbeCache, default_cache_directory
+    from p2p_trainer.run_model import blank_model
     from p2p_trainer.settings import default_data_directory
-    from p2p_trainer.target import blank_model
 
     chosen = pick_device(settings.device)
     hardware = read_hardware(chosen, settings.dir or default_data_directory())

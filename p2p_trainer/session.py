@@ -46,19 +46,13 @@ from p2p_trainer.planning.plan_facts import Plan
 from p2p_trainer.planning.probe import Prober, start_prober
 from p2p_trainer.run_directory import RunDirectory
 from p2p_trainer.run_files import SIGNED_MANIFEST_NAME
+from p2p_trainer.run_model import check_model, checked_manifest, layout_of, refuse_another_layout, refuse_random_frozen
 from p2p_trainer.running_statistics import averaged, trainable
 from p2p_trainer.serving import Door
 from p2p_trainer.settings import PeerSettings, default_data_directory
 from p2p_trainer.strategies import PARTIAL, MemoryStrategy, build_strategy
 from p2p_trainer.strategies.rotation import Rotation, next_trained
-from p2p_trainer.target import (
-    Target,
-    check_model,
-    checked_manifest,
-    layout_of,
-    refuse_another_layout,
-    refuse_random_frozen,
-)
+from p2p_trainer.target import Target
 from p2p_trainer.tasks import Task
 from p2p_trainer.training import Accounts, LeaveFlag, LeaveRequested, Trainer, data_seed
 from p2p_trainer.view import NOT_DIALLED, LiveView, PeerView, address_line, farewell, farewell_of_a_door, only_inside

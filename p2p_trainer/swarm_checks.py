@@ -10,7 +10,8 @@ from dht_config.manifest import RunManifest
 from dht_config.records import SignedManifest
 from p2p_trainer.findings import Finding, not_known
 from p2p_trainer.machine_checks import gigabytes, megabytes
-from p2p_trainer.target import Target, check_model, checked_manifest
+from p2p_trainer.run_model import check_model, checked_manifest
+from p2p_trainer.target import Target
 from p2p_trainer.traffic import DAY_SECONDS, cycle_bytes
 from peers.daemon import DialOutcome
 from peers.examination import ClockCompared, Dialled, DialledBack

@@ -25,9 +25,9 @@ from p2p_trainer.planning.plan import plan, probe_budget, trained_in_probe
 from p2p_trainer.planning.plan_facts import Link, Machine, Measurement, Model, Plan, SwarmFacts, Wishes
 from p2p_trainer.planning.probe import Prober, ProbeRequest
 from p2p_trainer.planning.probe_cache import Entry, ProbeCache, key_of
+from p2p_trainer.run_model import layout_of
 from p2p_trainer.settings import PeerSettings
 from p2p_trainer.strategies import STRATEGIES, StrategyName, facts_of, why_not
-from p2p_trainer.target import layout_of
 
 
 @dataclass(kw_only=True)

@@ -38,8 +38,8 @@ from p2p_trainer.inner_optimizer import build_inner_optimizer
 from p2p_trainer.planning.compiled import COMPILE_SECONDS, measure_compiled
 from p2p_trainer.planning.compute import ComputeDtype, in_dtype
 from p2p_trainer.planning.plan_facts import Measurement
+from p2p_trainer.run_model import layout_of
 from p2p_trainer.strategies import StrategyName, build_strategy, facts_of, fixed_bytes
-from p2p_trainer.target import layout_of
 from p2p_trainer.tasks import load_task
 from p2p_trainer.throughput import (
     MemoryGauge,

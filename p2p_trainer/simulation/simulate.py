@@ -33,11 +33,12 @@ from p2p_trainer.rehearsal.rehearsal_files import check_report_path, write_repor
 from p2p_trainer.rehearsal.rehearsal_view import say, show_status
 from p2p_trainer.rehearsal.rehearse import RehearseOptions, find_manifest
 from p2p_trainer.rehearsal.scene import EmulatedPeer, Names, Scene
+from p2p_trainer.run_model import layout_of
 from p2p_trainer.simulation.simulated_dht import RecordSizes, dht_load
 from p2p_trainer.simulation.simulated_peer import CountedWork
 from p2p_trainer.simulation.simulated_swarm import SimulatedSwarm
 from p2p_trainer.simulation.simulated_world import SwarmModel
-from p2p_trainer.target import layout_of, manifest_target
+from p2p_trainer.target import manifest_target
 
 MAX_SIMULATED_PEERS = 10_000
 SIZES = (10, 30, 100, 300, 1000, 3000)

@@ -30,12 +30,13 @@ from p2p_trainer.rehearsal.rehearse import RehearseOptions, find_manifest
 from p2p_trainer.rehearsal.rehearsed_peer import PeerRecord, PlayedLife
 from p2p_trainer.rehearsal.report import RehearsedRun, Report, build_report
 from p2p_trainer.rehearsal.scene import Life, Scene
+from p2p_trainer.run_model import layout_of
 from p2p_trainer.running_statistics import load_model
 from p2p_trainer.simulation.simulated_peer import SimulatedPeer
 from p2p_trainer.simulation.simulated_swarm import SimulatedSwarm
 from p2p_trainer.simulation.simulated_world import SwarmModel
 from p2p_trainer.simulation.virtual_peer import TrainedRun, TrainedWork, average_of
-from p2p_trainer.target import layout_of, manifest_target
+from p2p_trainer.target import manifest_target
 from p2p_trainer.tasks import Batch, mean_loss
 
 EVALUATIONS = 20

@@ -1,8 +1,8 @@
 """Real swarms for tests: peers as operating-system processes that meet over loopback, read through what they write.
 
-Every process that a test starts carries a mark in its environment, which its descendants inherit: whatever is left of a
-test is found by that mark, also if its parent is long gone. The peers' temporary directory is the test's own, so a
-socket that is left behind is found there.
+Every process that a test starts carries a mark in its environment, which its descendants inherit, or has a session of
+its own: whatever is left of a test is found by these, also if its parent is long gone. The peers' temporary directory
+is the test's own, so a socket that is left behind is found there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 from hivemind.p2p import PeerID
+from preloaded import Preloaded, Process
 from safetensors import safe_open
 from upnp_router import Home
 
@@ -89,8 +90,15 @@ class Peer:
         self.invite_file = swarm.path / f"{directory.name}.invite"
         self.expected_to_live = True
         self.events_before = len(self.all_events())
+        self.log.write_bytes(b"")
+        self.process: Process
+        # What a test changes of a program or its environment may have to be there before anything is imported.
+        if swarm.preloaded is not None and program == PROGRAM and not environment:
+            prefix = swarm.at(directory.name, [])
+            self.process = swarm.preloaded.start(self.arguments, swarm.environment(self.mark), self.log, prefix)
+            return
         command = swarm.at(directory.name, [sys.executable, *program, *self.arguments])
-        with self.log.open("wb") as output:
+        with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -155,7 +163,7 @@ class Peer:
 
     def processes(self) -> list[psutil.Process]:
         """Itself and all its descendants that live, also those whose parents are gone."""
-        return marked_processes(self.mark)
+        return marked_processes(self.mark, [self.process.pid])
 
     def averaging_process(self) -> psutil.Process:
         (child,) = psutil.Process(self.process.pid).children()
@@ -225,10 +233,14 @@ def port_of_its_own() -> int:
 
 
 class Swarm:
-    """The processes of one test."""
+    """The processes of one test.
 
-    def __init__(self, path: Path) -> None:
+    :param preloaded: forks its peers; None starts all afresh
+    """
+
+    def __init__(self, path: Path, preloaded: Preloaded | None = None) -> None:
         self.path = path
+        self.preloaded = preloaded
         self.mark = uuid.uuid4().hex
         self.peers: list[Peer] = []
         # Short, since a socket's path is; apart from pytest's, so that whatever is in it was left by a peer.
@@ -413,15 +425,18 @@ class Swarm:
         deadline = time.monotonic() + LEAVE_SECONDS
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        for process in marked_processes(self.mark):
+        for process in self._processes():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.network.__exit__(None, None, None)
         shutil.rmtree(self.temporary, ignore_errors=True)
         return [*slow, *left]
 
+    def _processes(self) -> list[psutil.Process]:
+        return marked_processes(self.mark, [peer.process.pid for peer in self.peers])
+
     def _left(self) -> list[str]:
-        processes = [f"process {process}" for process in marked_processes(self.mark)]
+        processes = [f"process {process}" for process in self._processes()]
         # torchinductor_USER is torch's own cache.
         files = [
             str(path)
@@ -431,12 +446,13 @@ class Swarm:
         return [*processes, *files]
 
 
-def marked_processes(mark: str) -> list[psutil.Process]:
-    """Living processes with this mark in their environment. A zombie has ended: it waits for a parent to ask."""
+def marked_processes(mark: str, sessions: Sequence[int] = ()) -> list[psutil.Process]:
+    """Living processes with this mark in their environment, or in one of these sessions: of a process that was forked
+    /proc shows the environment of whom it was forked from. A zombie has ended: it waits for a parent to ask."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            marked = mark in process.environ().get("SWARM_TEST_MARKS", "")
+            marked = os.getsid(process.pid) in sessions or mark in process.environ().get("SWARM_TEST_MARKS", "")
             if marked and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

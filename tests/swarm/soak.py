@@ -34,6 +34,7 @@ from harness import (
     accounts_of_the_bases,
     small_manifest,
 )
+from preloaded import Preloaded
 from soak_schedule import LINE_KINDS, Fault, Kind, Schedule, make_schedule
 
 from p2p_trainer.rehearsal.links import LinkSpec, available
@@ -373,12 +374,21 @@ def summary(report: Mapping[str, Any]) -> list[str]:
 
 
 def soak(
-    schedule: Schedule, path: Path, *, lines: bool | None = None, say: Callable[[str], None] = print
+    schedule: Schedule,
+    path: Path,
+    *,
+    lines: bool | None = None,
+    preloaded: Preloaded | None = None,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Play a schedule in a directory and report. :param lines: of their own for the peers; None where they can be"""
+    """Play a schedule in a directory and report.
+
+    :param lines: of their own for the peers; None where they can be
+    :param preloaded: forks the peers; None starts them afresh
+    """
     if lines is None:
         lines = bool(available())
-    swarm = Swarm(path)
+    swarm = Swarm(path, preloaded)
     player = Soak(schedule, swarm, lines=lines)
     left: list[str] = []
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import soak
 import soak_figures as figures
+from preloaded import Preloaded
 from soak_figures import Credit, Held, Stay, Swarmwide
 from soak_schedule import AWAY_PART, COMEBACK_SECONDS, SECONDS_OF, Schedule, make_schedule
 
@@ -252,8 +253,8 @@ def test_a_short_life_is_not_judged_and_memory_only_in_a_longer_one() -> None:
 
 @pytest.mark.swarm
 @pytest.mark.timeout(900)
-def test_a_short_soak_is_well(tmp_path: Path) -> None:
-    report = soak.soak(make_schedule(seed=1, minutes=1.5, peers=4), tmp_path)
+def test_a_short_soak_is_well(tmp_path: Path, preloaded: Preloaded | None) -> None:
+    report = soak.soak(make_schedule(seed=1, minutes=1.5, peers=4), tmp_path, preloaded=preloaded)
     assert not report["broken"]
     assert report["digests_agree"] and report["samples_add_up"] and report["leftover_processes"] == 0
     assert report["loss_end"] < report["loss_start"]

@@ -11,9 +11,10 @@ from dht_config.identity import load_or_create_organiser_key
 from dht_config.manifest import RunManifest, parse_manifest
 from dht_config.records import SignedManifest, sign_manifest
 from p2p_trainer.checkpoint import save_checkpoint
+from p2p_trainer.run_model import layout_of
 from p2p_trainer.running_statistics import averaged
 from p2p_trainer.session import make_initial_bases
-from p2p_trainer.target import layout_of, manifest_target
+from p2p_trainer.target import manifest_target
 from peers.arena import SharedArena
 from peers.ledger import Ledger
 from peers.outer import NO_HISTORY, base_digest, build_outer_optimizer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 from dht_config.errors import ExitCode, P2PTrainerError
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest
-from p2p_trainer import doctor, session, target
+from p2p_trainer import cli, doctor, session
 from p2p_trainer.cli import app
 from p2p_trainer.settings import PeerSettings
 
@@ -389,7 +391,7 @@ def test_a_shipped_manifest_can_be_copied(name: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["example", name])
     assert result.exit_code == 0 and result.stderr == ""
     (tmp_path / "run.toml").write_text(result.stdout)
-    assert target.read_target("run.toml").run_id == target.read_target(name).run_id
+    assert cli.read_target("run.toml").run_id == cli.read_target(name).run_id
     assert name in CliRunner().invoke(app, ["example"]).stdout.splitlines()
 
 
@@ -425,7 +427,7 @@ def test_what_nobody_expected_is_one_line_too(monkeypatch: pytest.MonkeyPatch) -
     def broken(text: str) -> None:
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr(target, "read_target", broken)
+    monkeypatch.setattr(cli, "read_target", broken)
     fails(["join", "digits"], ExitCode.UNEXPECTED, "RuntimeError: two lines", "--verbose")
 
 
@@ -440,7 +442,7 @@ def test_an_interruption_and_a_lack_of_memory_have_codes_of_their_own(
     def stopped(text: str) -> None:
         raise error
 
-    monkeypatch.setattr(target, "read_target", stopped)
+    monkeypatch.setattr(cli, "read_target", stopped)
     result = CliRunner().invoke(app, ["join", "digits"])
     assert result.exit_code == code
     assert "Traceback" not in result.output
@@ -451,3 +453,33 @@ def test_wrong_usage_is_exit_code_two(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == ExitCode.USAGE
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["join", "--help"], ExitCode.OK),
+        (["example", "digits"], ExitCode.OK),
+        (["join", INVITE[:-5]], ExitCode.INVITE),
+        (["join", "absent.toml"], ExitCode.MANIFEST),
+        (["bootstrap", INVITE, "--systemd", "--standby"], ExitCode.OK),
+        (["invite", INVITE], ExitCode.OK),
+        (["status", INVITE[:-5]], ExitCode.INVITE),
+        (["doctor", INVITE[:-5]], ExitCode.INVITE),
+        (["plan", "absent.toml"], ExitCode.MANIFEST),
+    ],
+    ids=lambda value: " ".join(word[:10] for word in value) if isinstance(value, list) else None,
+)
+def test_what_is_answered_at_once_loads_nothing_heavy(arguments: list[str], code: ExitCode, tmp_path: Path) -> None:
+    program = f"""
+import sys
+from p2p_trainer.cli import app
+try:
+    app({arguments})
+except SystemExit as ended:
+    assert ended.code == {int(code)}, ended.code
+heavy = {{"torch", "numpy", "scipy", "hivemind", "transformers", "sklearn", "sympy"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr

@@ -40,6 +40,7 @@ from p2p_trainer.machine_checks import (
 )
 from p2p_trainer.nvml import CardFacts, NvmlFacts, Refusal
 from p2p_trainer.reporting import Reporting
+from p2p_trainer.run_model import check_model
 from p2p_trainer.settings import PeerSettings
 from p2p_trainer.swarm_checks import (
     judge_clock,
@@ -50,7 +51,7 @@ from p2p_trainer.swarm_checks import (
     judge_port,
     judge_traffic,
 )
-from p2p_trainer.target import Target, check_model, read_target
+from p2p_trainer.target import Target, read_target
 from peers.daemon import DialOutcome, DialReport
 from peers.dial_back import Reached
 from peers.examination import ClockCompared, Dialled, DialledBack

@@ -20,8 +20,9 @@ from dht_config.errors import ExitCode
 from p2p_trainer.archive import Archive
 from p2p_trainer.checkpoint import NEWEST_NAME, read_checkpoint
 from p2p_trainer.cli import app
+from p2p_trainer.run_model import layout_of
 from p2p_trainer.running_statistics import trainable
-from p2p_trainer.target import layout_of, manifest_target
+from p2p_trainer.target import manifest_target
 from p2p_trainer.tasks import load_task, mean_loss
 from peers.fragments import gather_fragment, load_fragment
 

@@ -20,7 +20,8 @@ from dht_config.manifest import load_manifest, parse_manifest
 from p2p_trainer.cli import app
 from p2p_trainer.manifest_template import manifest_text
 from p2p_trainer.proposal import STEPS_A_CYCLE, Wishes, forecast_lines, propose, shape_of
-from p2p_trainer.target import check_model, manifest_target
+from p2p_trainer.run_model import check_model
+from p2p_trainer.target import manifest_target
 from p2p_trainer.traffic import cycle_bytes
 
 NOW = datetime(2026, 11, 30, 12, tzinfo=timezone.utc)

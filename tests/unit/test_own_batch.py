@@ -10,8 +10,8 @@ from torch import nn
 from dht_config.manifest import RunManifest, example_manifest, parse_manifest
 from p2p_trainer.modes import LocalMode
 from p2p_trainer.planning.compute import compute_dtype_of, in_dtype
+from p2p_trainer.run_model import layout_of
 from p2p_trainer.strategies import build_strategy
-from p2p_trainer.target import layout_of
 from p2p_trainer.tasks import Task, load_task
 from peers.arena import SharedArena
 from peers.ledger import PendingSpan

@@ -19,8 +19,8 @@ from p2p_trainer.planning.planner import Planner, machine_of, model_of, own_byte
 from p2p_trainer.planning.probe import Prober, ProbeRequest
 from p2p_trainer.planning.probe_cache import ProbeCache
 from p2p_trainer.planning.reality import DRIFT, DRIFT_SECONDS, RealityWatch
+from p2p_trainer.run_model import blank_model
 from p2p_trainer.strategies import StrategyName
-from p2p_trainer.target import blank_model
 from p2p_trainer.tasks import load_task
 
 LIMITS: Limits = read_limits()

@@ -21,10 +21,10 @@ from dht_config.errors import ManifestError
 from dht_config.manifest import InnerOptimizerSection, parse_manifest
 from p2p_trainer.export import export, read_base
 from p2p_trainer.modes import LocalMode
+from p2p_trainer.run_model import layout_of
 from p2p_trainer.running_statistics import averaged, running_statistics
 from p2p_trainer.session import load_values, make_initial_bases
 from p2p_trainer.strategies import MemoryStrategy, build_strategy
-from p2p_trainer.target import layout_of
 from p2p_trainer.tasks import load_task
 from p2p_trainer.training import Accounts
 from peers.arena import SharedArena

@@ -13,8 +13,9 @@ from dht_config.identity import load_or_create_organiser_key
 from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest, run_id
 from dht_config.records import SignedManifest, sign_manifest
+from p2p_trainer.run_model import check_model, layout_of, refuse_another_layout, refuse_random_frozen
 from p2p_trainer.running_statistics import trainable
-from p2p_trainer.target import check_model, layout_of, read_target, refuse_another_layout, refuse_random_frozen
+from p2p_trainer.target import read_target
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmZtmD2qt6fJot32nabSP3CUjicnypEBz7bHVDhPQt9aAy"
 INVITE = Invite(run_id="tiny-0123456789abcdef", organiser_public_key=bytes(range(32)), addresses=(ADDRESS,))

@@ -18,7 +18,8 @@ from dht_config.keys import manifest_key, run_manifest_key
 from dht_config.manifest import PROTOCOL_VERSION, parse_manifest
 from dht_config.records import _MANIFEST_DOMAIN, SignedManifest, software_version
 from dht_config.versions import install_command, other_protocol
-from p2p_trainer.target import Target, checked_manifest, manifest_target
+from p2p_trainer.run_model import checked_manifest
+from p2p_trainer.target import Target, manifest_target
 from peers import door
 
 MANIFEST = parse_manifest(SMALL_DIGITS, "test")
