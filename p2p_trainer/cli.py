@@ -35,6 +35,24 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from dht_config.records import software_version
+
+        print(f"p2p-trainer {software_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    pass
+
+
 Target = Annotated[
     str,
     typer.Argument(

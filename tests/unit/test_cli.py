@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -132,6 +133,11 @@ def test_every_command_explains_itself(command: str) -> None:
 def test_without_a_command_the_help_is_shown() -> None:
     result = CliRunner().invoke(app, [])
     assert all(command in result.output for command in COMMANDS)
+
+
+def test_the_version_is_one_line() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"p2p-trainer {version('p2p-trainer')}\n")
 
 
 def test_every_setting_has_a_flag_of_its_name() -> None:
