@@ -132,9 +132,14 @@ class PeerSettings(BaseSettings):
         return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
 
     @property
+    def up_bits_per_second(self) -> float | None:
+        """:raises ValueError: the limit is no rate"""
+        return read_rate(self.upload_limit) if self.upload_limit is not None else None
+
+    @property
     def up_bytes_per_second(self) -> float | None:
         """:raises ValueError: the limit is no rate"""
-        return read_rate(self.upload_limit) / 8 if self.upload_limit is not None else None
+        return self.up_bits_per_second / 8 if self.up_bits_per_second is not None else None
 
     @property
     def daily_bytes(self) -> int | None:

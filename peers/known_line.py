@@ -33,7 +33,7 @@ def known_line(directory: Path, now: float) -> LineRate:
         age = now - float(note["time"])
         up, down = float(note.get("up", math.inf)), float(note.get("down", math.inf))
         round_trip = float(note.get("round_trip_seconds", 0.0))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
         return LineRate()
     if not (0 <= age <= KEPT_SECONDS and up > 0 and down > 0 and 0 <= round_trip < math.inf):
         return LineRate()
