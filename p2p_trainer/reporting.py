@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +15,9 @@ import typer
 
 from dht_config.errors import ExitCode, P2PTrainerError
 from p2p_trainer.rehearsal.scene import SceneError
+
+_PATHS_FAULT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT)
+"""What may be wrong with a path that somebody named, wherever it is touched first."""
 
 
 class Reporting:
@@ -34,6 +39,12 @@ class Reporting:
         if isinstance(error, P2PTrainerError):
             self._fail(
                 error.problem, error.remedy, error.exit_code, error.excerpt if isinstance(error, SceneError) else ""
+            )
+        if isinstance(error, OSError) and error.filename is not None and error.errno in _PATHS_FAULT:
+            self._fail(
+                f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}.",
+                "Name another path, or let this user read and write that one.",
+                ExitCode.DIRECTORY,
             )
         if isinstance(error, MemoryError):
             self._fail("The machine's memory does not suffice.", "Close other programs.", ExitCode.LIMITS)

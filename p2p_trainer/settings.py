@@ -173,8 +173,8 @@ def load_settings(flags: dict[str, Any], file: Path | None = None) -> PeerSettin
     :raises DeviceError: likewise, for what is no device
     """
     path = file if file is not None else default_settings_file()
-    if file is not None and not file.is_file():
-        raise SettingsError(f"The settings file {file} does not exist.", "Check --settings.")
+    if file is not None and not os.path.isfile(file):  # as a Path it would raise where it may not be looked for
+        raise SettingsError(f"The settings file {file} does not exist, or may not be looked at.", "Check --settings.")
     _refuse_unknown_variables()
     given = {name: value for name, value in flags.items() if value not in (None, ())}
 

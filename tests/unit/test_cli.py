@@ -140,6 +140,21 @@ def test_the_version_is_one_line() -> None:
     assert (result.exit_code, result.stdout) == (0, f"p2p-trainer {version('p2p-trainer')}\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["join", "digits", "--settings"], ExitCode.USAGE),
+        (["status", "--local", "--dir"], ExitCode.DIRECTORY),
+        (["new", "mine", "--parameters", "1M", "--out"], ExitCode.DIRECTORY),
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_one_line(arguments: list[str], code: ExitCode) -> None:
+    name = "q" * 300  # too long for any file system; what may not be looked into raises the same
+    fails([*arguments, name], code, name)
+    result = CliRunner().invoke(app, ["export", name, "out", "--json"])
+    assert result.exit_code == json.loads(result.stdout)["exit_code"] == ExitCode.DIRECTORY
+
+
 def test_every_setting_has_a_flag_of_its_name() -> None:
     options = COMMANDS["join"] | COMMANDS["bootstrap"]
     flags = {option.removeprefix("--").replace("-", "_") for option in options}
