@@ -69,7 +69,8 @@ def restore_counters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """:param saved: by name; what does not fit is left out"""
     for name, buffer in counters(model).items():
         value = saved.get(name)
-        if value is not None and (value.shape, value.dtype) == (buffer.shape, buffer.dtype):
+        fits = value is not None and (value.shape, value.dtype) == (buffer.shape, buffer.dtype)
+        if value is not None and fits and not torch.equal(value, buffer.cpu()):  # a constant need not be writable
             buffer.copy_(value)
 
 
