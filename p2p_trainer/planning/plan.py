@@ -148,8 +148,8 @@ def plan(
         of_compiled, why_of_compiled = batch_for(manifest, compiled.rate, cadence, wishes)
         if micro_batch <= of_compiled:
             chosen, rate, batch_size, why_batch = compiled.candidate, compiled.rate, of_compiled, why_of_compiled
-        else:  # it was compiled for more samples at once than a batch has
-            compiled, why_compiled = None, []
+        else:
+            compiled, why_compiled = None, [f"torch.compile is not used: a batch has less than {micro_batch} samples."]
     micro_batch = min(micro_batch, batch_size)
     reasons = [
         _why_strategy(machine, chosen, candidates, micro_batch, layout, wishes),
@@ -345,8 +345,10 @@ def _compiled(
     if measurement is None or wishes.compile is False:
         return None, []
     found = measurement.compiled
-    if found is None or found.micro_batch != micro_batch or rate is None:
+    if found is None or rate is None:
         return None, [measurement.compiling] if measurement.compiling else []
+    if found.micro_batch != micro_batch:
+        return None, [f"torch.compile is not used: it was measured with micro-batch {found.micro_batch}."]
     times = found.samples_per_second / rate
     if times < FASTER:
         return None, [f"torch.compile is not used: it makes {times:.2f} times the samples."]

@@ -127,7 +127,9 @@ def test_compiled_code_is_for_those_who_are_faster_with_it_by_a_twentieth() -> N
         assert any(reason.startswith(said) for reason in plain.reasons), plain.reasons
     assert not made(machine(10_000, full=compiled_full(1.3, micro_batch=2))).compiled, "it was measured at another size"
     assert not made(machine(10_000, full=compiled_full(1.3)), wishes=Wishes(compile=False)).compiled
-    assert not made(machine(10_000, full=compiled_full(1.3)), wishes=Wishes(micro_batch=4)).compiled
+    other = made(machine(10_000, full=compiled_full(1.3)), wishes=Wishes(micro_batch=4))
+    assert not other.compiled
+    assert "torch.compile is not used: it was measured with micro-batch 1." in other.reasons
 
 
 def test_a_plan_in_compiled_code_counts_what_that_takes() -> None:
@@ -146,6 +148,7 @@ def test_what_was_compiled_for_more_samples_than_a_batch_has_promises_no_rate() 
     best = replace(rates.results[-1], samples_per_second=0.88)
     chosen = made(machine(10_000, full=replace(rates, compiled=best)), run=manifest(tick_seconds=5.0))
     plain = made(machine(10_000, full=rates), run=manifest(tick_seconds=5.0))
+    assert "torch.compile is not used: a batch has less than 8 samples." in chosen.reasons
     assert not chosen.compiled and chosen.micro_batch == chosen.batch_size == 4
     assert (chosen.samples_per_second, chosen.batch_size) == (plain.samples_per_second, plain.batch_size)
 
