@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dht_config.errors import ManifestError
 from dht_config.manifest import InnerOptimizerSection, parse_manifest
-from p2p_trainer.checkpoint import Checkpoint
+from p2p_trainer.checkpoint import load_checkpoint, save_checkpoint
 from p2p_trainer.export import export, read_base
 from p2p_trainer.modes import LocalMode
 from p2p_trainer.running_statistics import averaged, counters, restore_counters, running_statistics
@@ -225,7 +225,7 @@ def test_an_evaluation_is_with_those_of_the_base_also_where_their_fragment_is_fr
     assert torch.equal(live(peer), before)
 
 
-def test_counters_come_back_from_a_checkpoint() -> None:
+def test_counters_come_back_from_a_checkpoint(tmp_path: Path) -> None:
     peer = Peer()
     peer.steps(3)
     accounts = Accounts(layout=peer.layout, samples=24, steps=3, counts=[Counts(24, 3)] * 2, fragments=peer.metas)
@@ -233,7 +233,9 @@ def test_counters_come_back_from_a_checkpoint() -> None:
     tensors, meta = Trainer.checkpoint_contents(trainer, peer.metas, clean=True)
     again = Peer()
     session: Any = SimpleNamespace(_restore_optimizer=lambda *_: None)
-    saved = Checkpoint(tensors={name: value.clone() for name, value in tensors.items()}, meta={**meta, "format": 3})
+    save_checkpoint(tmp_path, tensors, {**meta, "format": 3})
+    saved = load_checkpoint(tmp_path, pytest.fail)
+    assert saved is not None
     Session._restored(session, saved, again.strategy, again.layout)
     assert [int(value) for value in counters(again.model).values()] == [3, 3]
     restore_counters(again.model, {"2.num_batches_tracked": torch.ones(2), "unknown": torch.ones(())})
@@ -278,8 +280,6 @@ def test_an_exported_model_has_those_of_the_base(tmp_path: Path) -> None:
 
 def _save_again(directory: Path, layout: FragmentLayout, arena: SharedArena) -> None:
     """The same checkpoint with what lies in the arena now."""
-    from p2p_trainer.checkpoint import load_checkpoint, save_checkpoint
-
     found = load_checkpoint(directory, lambda _warning: None)
     assert found is not None
     for index, row in enumerate(found.meta["fragments"]):
