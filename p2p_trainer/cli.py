@@ -514,13 +514,11 @@ def _live(
     log_to_stderr(verbose)
     with Reporting(as_json) as reporting:
         settings = load_settings(flags, settings_file)
-        from rich.console import Console
-
         from p2p_trainer.logs import quiet_libraries
         from p2p_trainer.session import Listener, Session, leave_on_signal
         from p2p_trainer.target import read_target
         from p2p_trainer.training import LeaveRequested
-        from p2p_trainer.view import LiveView
+        from p2p_trainer.view import LiveView, Output
 
         quiet_libraries(verbose=verbose)
         lines = JsonLines()
@@ -541,7 +539,7 @@ def _live(
             if as_json:
                 lines.write({"event": "invite", "invite": code, "run_id": invite.run_id, "addresses": invite.addresses})
             elif role == "serving" or starts:
-                print(f"Volunteers join with:\n\n  p2p-trainer join {code}\n", flush=True)
+                view.status(f"Volunteers join with:\n\n  p2p-trainer join {code}\n")
 
         with leave_on_signal() as leave:
             target = read_target(text)
@@ -549,7 +547,7 @@ def _live(
                 organiser_commands.check_door(target, standby=standby)
             starts = target.manifest is not None
             # With --json, standard output is for programs alone.
-            with LiveView(Console(stderr=as_json), plain=plain or as_json) as view:
+            with LiveView(Output(stderr=as_json), plain=plain or as_json) as view:
                 listener = Listener(invite=announce, event=lines.event) if as_json else Listener(invite=announce)
                 session = Session(target, settings, role, view, leave, listener)
                 try:
@@ -567,7 +565,7 @@ def _live(
                 comeback.let_threads_end()
                 if not leave.is_set:
                     comeback.start_again(again)
-            print(session.farewell, file=sys.stderr if as_json else sys.stdout, flush=True)
+            view.status(session.farewell)
         if leave.requests > 1:
             raise typer.Exit(ExitCode.INTERRUPTED)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -153,6 +156,19 @@ def test_a_path_that_cannot_be_looked_at_is_one_line(arguments: list[str], code:
     fails([*arguments, name], code, name)
     result = CliRunner().invoke(app, ["export", name, "out", "--json"])
     assert result.exit_code == json.loads(result.stdout)["exit_code"] == ExitCode.DIRECTORY
+
+
+@pytest.mark.parametrize("arguments", [["example", "stdlib-text"], ["status", "--local", "--json"]])
+def test_a_reader_that_is_gone_gets_no_report(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "p2p_trainer", *arguments], stdout=writing, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (int(ExitCode.UNEXPECTED), b"")
 
 
 def test_every_setting_has_a_flag_of_its_name() -> None:
