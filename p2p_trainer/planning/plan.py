@@ -134,6 +134,9 @@ def plan(
     :raises UsageError: more fragments are to be trained than the run has, or it has a codec for all and one was chosen
     """
     layout = model.layout
+    if wishes.micro_batch is not None:  # a batch has no more samples than this
+        most = min(manifest.inner_optimizer.batch_size, wishes.batch_size or wishes.micro_batch)
+        wishes = replace(wishes, micro_batch=min(wishes.micro_batch, most))
     candidates = candidates_of(machine, manifest, model, wishes)
     chosen = next(
         (one for one in candidates if not one.is_refuted and one.fits(machine, wishes.micro_batch or 1)), None

@@ -160,6 +160,15 @@ def test_who_asks_for_compiled_code_with_a_strategy_that_saves_memory_hears_that
     assert said not in made(machine(10_000, checkpoint=CHECKPOINT), wishes=Wishes(strategy="checkpoint")).reasons
 
 
+@pytest.mark.parametrize(
+    ("wish", "micro_batch"), [(Wishes(micro_batch=1000), 8), (Wishes(micro_batch=9, batch_size=2), 2)]
+)
+def test_a_micro_batch_larger_than_a_batch_counts_as_a_batch(wish: Wishes, micro_batch: int) -> None:
+    chosen = made(machine(10_000, full=FULL), wishes=wish)
+    assert (chosen.strategy, chosen.micro_batch, chosen.samples_per_second) == ("full", micro_batch, 10.0)
+    assert f"Micro-batch {micro_batch}, as you said." in chosen.reasons
+
+
 def test_a_larger_micro_batch_that_pays_is_not_taken_if_it_does_not_fit() -> None:
     measured = measurement("full", 200, m1=40.0, m2=80.0, m4=96.0, m8=100.0)
     chosen = made(machine(int((130 + 160 + 400) / FIT) + 1, full=measured))
