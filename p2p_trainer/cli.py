@@ -34,6 +34,24 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from dht_config.records import software_version
+
+        print(f"p2p-trainer {software_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    pass
+
+
 Target = Annotated[
     str,
     typer.Argument(
@@ -501,12 +519,10 @@ def _live(
         starts = target.manifest is not None
 
         # Seconds of a core: torch, hivemind. What is mistyped is known by now.
-        from rich.console import Console
-
         from p2p_trainer.logs import quiet_libraries
         from p2p_trainer.session import Listener, Session, leave_on_signal
         from p2p_trainer.training import LeaveRequested
-        from p2p_trainer.view import LiveView
+        from p2p_trainer.view import LiveView, Output
 
         quiet_libraries(verbose=verbose)
         lines = JsonLines()
@@ -527,11 +543,11 @@ def _live(
             if as_json:
                 lines.write({"event": "invite", "invite": code, "run_id": invite.run_id, "addresses": invite.addresses})
             elif role == "serving" or starts:
-                print(f"Volunteers join with:\n\n  p2p-trainer join {code}\n", flush=True)
+                view.status(f"Volunteers join with:\n\n  p2p-trainer join {code}\n")
 
         with leave_on_signal() as leave:
             # With --json, standard output is for programs alone.
-            with LiveView(Console(stderr=as_json), plain=plain or as_json) as view:
+            with LiveView(Output(stderr=as_json), plain=plain or as_json) as view:
                 listener = Listener(invite=announce, event=lines.event) if as_json else Listener(invite=announce)
                 session = Session(target, settings, role, view, leave, listener)
                 try:
@@ -549,7 +565,7 @@ def _live(
                 comeback.let_threads_end()
                 if not leave.is_set:
                     comeback.start_again(again)
-            print(session.farewell, file=sys.stderr if as_json else sys.stdout, flush=True)
+            view.status(session.farewell)
         if leave.requests > 1:
             raise typer.Exit(ExitCode.INTERRUPTED)
 

@@ -29,6 +29,11 @@ def door_of(text: str) -> Invite:
                 f"There is no invite in {directory} ({error.strerror or error}).",
                 "Start the peer there once: it writes one as soon as others can dial it.",
             ) from error
+        except UnicodeDecodeError as error:
+            raise InviteError(
+                f"{directory / INVITE_NAME} is damaged: it is not UTF-8 text.",
+                "Start the peer there once more: it writes the invite anew.",
+            ) from error
     if "/" in text and len(text) < 256:
         raise InviteError(f"There is no directory {text}, and it is not an invite.", "Give a peer's directory.")
     return Invite.decode(text)

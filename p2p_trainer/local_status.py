@@ -70,7 +70,9 @@ def look(directory: Path, now: float) -> LocalPeer:
         state = f"runs, but nothing was heard of it for {(age or 0.0) / 60:.0f} minutes"
     else:
         state = ": ".join(life)
-    samples = [event["samples"] for event in events if event["event"] == "train" and "samples" in event]
+    samples = [
+        event["samples"] for event in events if event["event"] == "train" and isinstance(event.get("samples"), int)
+    ]
     return LocalPeer(
         directory=str(directory),
         role=role,
@@ -79,7 +81,7 @@ def look(directory: Path, now: float) -> LocalPeer:
         healthy=running
         and not (stale or stopped or ends)
         and (life[0] in IN_THE_SWARM or (life[0] == "syncing" and "train" in kinds)),
-        samples=int(samples[-1]) if samples else None,
+        samples=samples[-1] if samples else None,
         seconds_since_event=age,
     )
 

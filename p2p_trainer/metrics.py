@@ -51,7 +51,7 @@ class MetricsWriter:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event with the unix time in seconds. Numbers that JSON lacks (NaN, inf) become null."""
-        whole = _finite({"time": self._clock(), "event": event, **fields})
+        whole = finite({"time": self._clock(), "event": event, **fields})
         line = json.dumps(whole, allow_nan=False) + "\n"
         with self._lock:
             self._append(line.encode())
@@ -117,11 +117,12 @@ def _ends_in_a_torn_line(descriptor: int) -> bool:
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same document with null for numbers that JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

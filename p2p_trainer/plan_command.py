@@ -127,7 +127,8 @@ def plan(
         prober = start_prober()
         try:
             manifest, task, swarm = _look_up(run, settings)
-            link = Link.of(known_line(directory, time.time()), up=rates[0], down=rates[1])
+            known = known_line(directory, time.time())
+            link = Link.of(known, up=rates[0], down=rates[1], up_limit=settings.up_bits_per_second)
             made = _plan(manifest, task, swarm, settings, prober, link)
         finally:
             prober.close()
@@ -193,6 +194,9 @@ def _plan(
         print(f"Only {memory_text(machine.budget_bytes or 0)} are free here: planned for that.", file=sys.stderr)
     told = False
 
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
     def alive(share: float) -> None:
         nonlocal told
         if not told:
@@ -208,9 +212,9 @@ def _plan(
         threads=settings.threads,
         seed=0,
         prober=prober,
-        cache=ProbeCache(default_cache_directory(), lambda line: print(line, file=sys.stderr)),
+        cache=ProbeCache(default_cache_directory(), say),
         alive=alive,
-        say=lambda line: print(line, file=sys.stderr),
-        compile=tries_compiling(chosen, manifest, settings),
+        say=say,
+        compile=tries_compiling(chosen, manifest, settings, say),
     )
     return planner.plan(link, swarm, wishes_of(settings))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +16,9 @@ import typer
 
 from dht_config.errors import ExitCode, P2PTrainerError
 from p2p_trainer.rehearsal.scene import SceneError
+
+_PATHS_FAULT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT)
+"""What may be wrong with a path that somebody named, wherever it is touched first."""
 
 
 class Reporting:
@@ -35,9 +41,17 @@ class Reporting:
             self._fail(
                 error.problem, error.remedy, error.exit_code, error.excerpt if isinstance(error, SceneError) else ""
             )
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            raise typer.Exit(int(ExitCode.UNEXPECTED)) from None
+        logging.getLogger(__name__).debug("A failure that no command foresaw", exc_info=error)
+        if isinstance(error, OSError) and error.filename is not None and error.errno in _PATHS_FAULT:
+            self._fail(
+                f"{error.filename} cannot be used: {error.strerror}.",
+                "Name another path, or let this user read and write that one.",
+                ExitCode.DIRECTORY,
+            )
         if isinstance(error, MemoryError):
             self._fail("The machine's memory does not suffice.", "Close other programs.", ExitCode.LIMITS)
-        logging.getLogger(__name__).debug("Unexpected failure", exc_info=error)
         self._fail(
             f"Unexpected failure: {type(error).__name__}: {error}.",
             "Run it again with --verbose and report what it prints.",
@@ -55,6 +69,20 @@ class Reporting:
             for line in self.look_into():
                 print(line, file=sys.stderr, flush=True)
         raise typer.Exit(int(code)) from None
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of standard output is gone, as with ``| head``; then Python need not complain of it either."""
+    try:
+        poller = select.poll()
+        poller.register(sys.stdout.fileno(), 0)
+        if not any(happened & (select.POLLERR | select.POLLHUP) for _, happened in poller.poll(0)):
+            return False
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    except OSError:
+        return False
+    return True
 
 
 def log_to_stderr(verbose: bool) -> None:

@@ -13,6 +13,8 @@ registered with ``persistent=False``: as it is, it travels in every round of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -44,6 +46,32 @@ def averaged(model: nn.Module) -> dict[str, Tensor]:
 def statistics_of(model: nn.Module, layout: FragmentLayout) -> dict[str, Tensor]:
     """Those of the layout, whatever a strategy has made of the rest of the model."""
     return {name: model.get_buffer(name) for name in layout.statistics}
+
+
+def load_statistics(model: nn.Module, layout: FragmentLayout, base: Tensor) -> None:
+    """Overwrite those of the layout with a base's. :param base: float32 ``(layout.num_elements,)``"""
+    buffers = statistics_of(model, layout)
+    position = len(base) - sum(buffer.numel() for buffer in buffers.values())
+    for buffer in buffers.values():
+        buffer.copy_(base[position : position + buffer.numel()].view(buffer.shape))
+        position += buffer.numel()
+    if buffers:
+        forbid_negative_variances(model)
+
+
+def counters(model: nn.Module) -> dict[str, Tensor]:
+    """Stored buffers that are in no base, such as counters of batches: what a peer's checkpoint keeps of its own."""
+    stored = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored and not buffer.is_floating_point()}
+
+
+def restore_counters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """:param saved: by name; what does not fit is left out"""
+    for name, buffer in counters(model).items():
+        value = saved.get(name)
+        fits = value is not None and (value.shape, value.dtype) == (buffer.shape, buffer.dtype)
+        if value is not None and fits and not torch.equal(value, buffer.cpu()):  # a constant need not be writable
+            buffer.copy_(value)
 
 
 def load_model(model: nn.Module, layout: FragmentLayout, base: Tensor) -> None:

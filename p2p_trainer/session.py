@@ -47,7 +47,7 @@ from p2p_trainer.planning.probe import Prober, start_prober
 from p2p_trainer.run_directory import RunDirectory
 from p2p_trainer.run_files import SIGNED_MANIFEST_NAME
 from p2p_trainer.run_model import check_model, checked_manifest, layout_of, refuse_another_layout, refuse_random_frozen
-from p2p_trainer.running_statistics import averaged, trainable
+from p2p_trainer.running_statistics import averaged, restore_counters, trainable
 from p2p_trainer.serving import Door
 from p2p_trainer.settings import PeerSettings, default_data_directory
 from p2p_trainer.strategies import PARTIAL, MemoryStrategy, build_strategy
@@ -582,10 +582,12 @@ class Session:
     def _restored(
         self, checkpoint: Checkpoint | None, strategy: MemoryStrategy, layout: FragmentLayout
     ) -> dict[int, torch.Tensor]:
-        """Restore the optimizer; local values by fragment. Nothing else of the checkpoint's tensors stays in memory."""
+        """Restore the optimizer and the model's counters; local values by fragment. Nothing else of the checkpoint's
+        tensors stays in memory."""
         if checkpoint is None:
             return {}
         self._restore_optimizer(checkpoint, strategy)
+        restore_counters(strategy.model, with_prefix(checkpoint.tensors, "counter."))
         values = local_values(checkpoint, layout)
         checkpoint.tensors.clear()
         return values
@@ -598,8 +600,7 @@ class Session:
         if "optimizer" not in checkpoint.meta:
             return
         everything = range(len(checkpoint.meta["fragments"]))
-        prefix = "optimizer."
-        state = {name[len(prefix) :]: value for name, value in checkpoint.tensors.items() if name.startswith(prefix)}
+        state = with_prefix(checkpoint.tensors, "optimizer.")
         fits = strategy.trained == frozenset(checkpoint.meta.get("trained", everything))
         if fits:
             try:
@@ -727,6 +728,11 @@ def make_initial_bases(
             FragmentMeta(version=0, digest=digest, total_element_samples=0, history=NO_HISTORY, ledger=ledger)
         )
     return fragments
+
+
+def with_prefix(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Those of a checkpoint whose names begin so, by the rest of the name."""
+    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def restored_counts(meta: Mapping[str, Any], num_fragments: int) -> list[Counts]:

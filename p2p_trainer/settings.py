@@ -132,9 +132,14 @@ class PeerSettings(BaseSettings):
         return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
 
     @property
+    def up_bits_per_second(self) -> float | None:
+        """:raises ValueError: the limit is no rate"""
+        return read_rate(self.upload_limit) if self.upload_limit is not None else None
+
+    @property
     def up_bytes_per_second(self) -> float | None:
         """:raises ValueError: the limit is no rate"""
-        return read_rate(self.upload_limit) / 8 if self.upload_limit is not None else None
+        return self.up_bits_per_second / 8 if self.up_bits_per_second is not None else None
 
     @property
     def daily_bytes(self) -> int | None:
@@ -168,8 +173,8 @@ def load_settings(flags: dict[str, Any], file: Path | None = None) -> PeerSettin
     :raises DeviceError: likewise, for what is no device
     """
     path = file if file is not None else default_settings_file()
-    if file is not None and not file.is_file():
-        raise SettingsError(f"The settings file {file} does not exist.", "Check --settings.")
+    if file is not None and not os.path.isfile(file):  # as a Path it would raise where it may not be looked for
+        raise SettingsError(f"The settings file {file} does not exist, or may not be looked at.", "Check --settings.")
     _refuse_unknown_variables()
     given = {name: value for name, value in flags.items() if value not in (None, ())}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,18 +46,21 @@ def read_target(text: str) -> Target:
     :raises ManifestError: :raises InviteError:
     """
     path = Path(text)
-    if len(text) < 256 and (path / INVITE_NAME).is_file():
+    # os.path's questions raise nothing where the answer may not be known.
+    if len(text) < 256 and os.path.isfile(path / INVITE_NAME):
         invite = door_of(text)
         return Target(run_id=invite.run_id, invite=invite)
-    if text in EXAMPLES and not path.exists():
+    if text in EXAMPLES and not os.path.exists(path):
         return manifest_target(parse_manifest(example_manifest(text), f"the example {text}"))
-    if text.lower().endswith(".toml") or (len(text) < 256 and path.is_file()):
+    if text.lower().endswith(".toml") or (len(text) < 256 and os.path.isfile(path)):
         return manifest_target(load_manifest(path))
     try:
         invite = Invite.decode(text)
     except InviteError as error:
         if "/" in text and len(text) < 256:
-            raise InviteError(f"There is no file {text}, and it is not an invite.", error.remedy) from error
+            raise InviteError(
+                f"There is no file {text} that can be read, and it is not an invite.", error.remedy
+            ) from error
         raise
     return Target(run_id=invite.run_id, invite=invite)
 

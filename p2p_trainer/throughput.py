@@ -11,7 +11,7 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from dht_config.manifest import InnerOptimizerSection
 from p2p_trainer.hardware import anonymous_bytes
 from p2p_trainer.inner_optimizer import learning_rate, set_learning_rate
 from p2p_trainer.planning.compute import scaler_of
+from p2p_trainer.strategies.checkpointing import buffers_kept
 from p2p_trainer.tasks.base import Batch, Task, to_device
 
 Result = TypeVar("Result")
@@ -211,7 +212,8 @@ def _accumulate(
     scaler = scaler_of(task)
     began_at = None
     while True:
-        loss = _add_up(task, model, optimizer, batch, micro_batch, between=between, scaler=scaler)
+        with nullcontext() if began_at is None else buffers_kept(model):  # running statistics count a batch once
+            loss = _add_up(task, model, optimizer, batch, micro_batch, between=between, scaler=scaler)
         scale = scaler.get_scale()
         began_at = scale if began_at is None else began_at
         scaler.unscale_(optimizer)

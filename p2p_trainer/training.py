@@ -24,6 +24,7 @@ from p2p_trainer.checkpoint import optimizer_to_tensors, save_checkpoint
 from p2p_trainer.metrics import MetricsWriter
 from p2p_trainer.modes import GradientMode, Mode
 from p2p_trainer.planning.reality import RealityWatch
+from p2p_trainer.running_statistics import counters
 from p2p_trainer.settings import PeerSettings
 from p2p_trainer.strategies import MemoryStrategy, on_base
 from p2p_trainer.strategies.rotation import Rotation
@@ -488,6 +489,7 @@ class Trainer:
         tensors |= {f"local.{fragment}": values for fragment, values in self.strategy.unrounded().items()}
         state, optimizer_meta = optimizer_to_tensors(self.strategy.optimizer)
         tensors |= {f"optimizer.{name}": value.detach().cpu().clone() for name, value in state.items()}
+        tensors |= {f"counter.{name}": value.cpu().clone() for name, value in counters(self.strategy.model).items()}
         meta = {
             **self.checkpoint_meta,
             "clean": clean,

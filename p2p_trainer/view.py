@@ -7,8 +7,10 @@ process is forked after the first lines were shown, and a fork must not meet one
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -157,6 +159,16 @@ def _kept(what: str, directory: Path, problem: str) -> str:
     return f"{what} NOT saved ({problem.rstrip('.')}): {directory} has the checkpoint before, if there was one."
 
 
+class Output(Console):
+    """A console whose reader may go away, as with ``| head`` or a log that is closed: nobody is told any more, and
+    the peer trains on. rich's would end it on the spot."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with suppress(OSError), open(os.devnull, "w") as nowhere:  # else Python complains at its end
+            os.dup2(nowhere.fileno(), self.file.fileno())
+
+
 class LiveView:
     """Shows status lines, progress bars and the live line on a terminal, plain lines elsewhere.
 
@@ -172,7 +184,7 @@ class LiveView:
             same.
         :param clock: unix seconds, the clock of ``PeerView.last_round_at``.
         """
-        self.console = console or Console()
+        self.console = console or Output()
         """Loggers that write to the same terminal should print through it, or they break the live line."""
         self.interactive = (
             self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.no_color and not plain

@@ -47,7 +47,7 @@ def _read(directory: Path) -> dict[str, tuple[float, float]]:
     try:
         note = json.loads((directory / FILE_NAME).read_text())
         found = {name: (float(note[name][0]), float(note[name][1])) for name in _UNKNOWN if name in note}
-    except (OSError, ValueError, TypeError, LookupError):
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError):
         return {}
     makes_sense = all(0 < value < math.inf and math.isfinite(at) for value, at in found.values())
     return found if makes_sense else {}

@@ -153,15 +153,19 @@ def measure_compiled(
         synchronize(next(model.parameters()).device)
         return time.perf_counter() - began
 
-    seconds_of(fast), seconds_of(task)  # the first ones are slower
     taken = {fast: 0.0, task: 0.0}
     steps = 0
-    while steps < PAIRS or sum(taken.values()) < limit_seconds:
-        for kind in taken:
-            taken[kind] += seconds_of(kind)
-        steps += 1
-        if sum(taken.values()) > 4 * limit_seconds:
-            break
+    try:
+        seconds_of(fast), seconds_of(task)  # the first ones are slower
+        while steps < PAIRS or sum(taken.values()) < limit_seconds:
+            for kind in taken:
+                taken[kind] += seconds_of(kind)
+            steps += 1
+            if sum(taken.values()) > 4 * limit_seconds:
+                break
+    except Exception as error:  # such as memory that its code does not find
+        _log.debug("Compiled steps failed", exc_info=error)
+        return None, f"torch.compile is not used: its steps fail ({_reason(error)})."
     rate = ordinary.samples_per_second * taken[task] / taken[fast]
     peak_bytes = gauge.peak_bytes()
     measured = replace(

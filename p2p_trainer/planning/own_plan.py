@@ -78,11 +78,9 @@ class OwnPlan:
             cache=ProbeCache(default_cache_directory(), self.view.status),
             alive=alive,
             say=self.view.status,
-            compile=tries_compiling(self.device, self.manifest, settings),
+            compile=tries_compiling(self.device, self.manifest, settings, self.view.status),
         )
-        allowed = settings.up_bytes_per_second
-        known = self.line.at_most(LineRate(up=allowed)) if allowed is not None else self.line
-        link = Link.of(known)
+        link = Link.of(self.line, up_limit=settings.up_bits_per_second)
         plan = self._planner.plan(link, SwarmFacts(), wishes_of(settings))
         self.metrics.write("plan", **plan.to_json())
         for line in plan.in_two_lines():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dht_config.errors import PlanError, UsageError
 from dht_config.manifest import RunManifest
@@ -28,7 +28,7 @@ from p2p_trainer.planning.compiled import FASTER
 from p2p_trainer.planning.link_plan import plan_line
 from p2p_trainer.planning.plan_facts import NO_WISHES, Link, Machine, Measurement, Model, Plan, SwarmFacts, Wishes
 from p2p_trainer.strategies import PARTIAL, StrategyName, fixed_bytes
-from p2p_trainer.throughput import MemoryLine, Throughput, choose, memory_line
+from p2p_trainer.throughput import MemoryLine, choose, memory_line
 from peers.fragments import FragmentLayout
 
 FIT = 0.9
@@ -109,6 +109,16 @@ class Candidate:
         return self.measurement is not None and not self.measurement.results and self.measurement.stopped == "memory"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiled:
+    """A rung in compiled code."""
+
+    candidate: Candidate
+    """With what its steps take."""
+    rate: float
+    """Samples a second."""
+
+
 def plan(
     machine: Machine,
     link: Link,
@@ -124,6 +134,9 @@ def plan(
     :raises UsageError: more fragments are to be trained than the run has, or it has a codec for all and one was chosen
     """
     layout = model.layout
+    if wishes.micro_batch is not None:  # a batch has no more samples than this
+        most = min(manifest.inner_optimizer.batch_size, wishes.batch_size or wishes.micro_batch)
+        wishes = replace(wishes, micro_batch=min(wishes.micro_batch, most))
     candidates = candidates_of(machine, manifest, model, wishes)
     chosen = next(
         (one for one in candidates if not one.is_refuted and one.fits(machine, wishes.micro_batch or 1)), None
@@ -131,12 +144,16 @@ def plan(
     if chosen is None:
         raise _nothing_fits(machine, candidates, wishes)
     micro_batch, rate, why_micro_batch = _micro_batch(machine, manifest, chosen, wishes)
-    compiled, why_compiled = _compiled(machine, manifest, model, chosen, micro_batch, rate, wishes)
-    rate = compiled.samples_per_second if compiled is not None else rate
     cadence, codec, why_line = plan_line(link, manifest, layout, wishes)
     batch_size, why_batch = batch_for(manifest, rate, cadence, wishes)
-    if micro_batch > batch_size:
-        micro_batch, compiled, why_compiled = batch_size, None, []
+    compiled, why_compiled = _compiled(machine, manifest, model, chosen, micro_batch, rate, wishes)
+    if compiled is not None:
+        of_compiled, why_of_compiled = batch_for(manifest, compiled.rate, cadence, wishes)
+        if micro_batch <= of_compiled:
+            chosen, rate, batch_size, why_batch = compiled.candidate, compiled.rate, of_compiled, why_of_compiled
+        else:
+            compiled, why_compiled = None, [f"torch.compile is not used: a batch has less than {micro_batch} samples."]
+    micro_batch = min(micro_batch, batch_size)
     reasons = [
         _why_strategy(machine, chosen, candidates, micro_batch, layout, wishes),
         *why_micro_batch,
@@ -323,24 +340,31 @@ def _compiled(
     micro_batch: int,
     rate: float | None,
     wishes: Wishes,
-) -> tuple[Throughput | None, list[str]]:
-    """What compiled steps make, if they are to be made, and why or why not where it was tried."""
+) -> tuple[_Compiled | None, list[str]]:
+    """What compiled steps make and take, if they are to be made, and why or why not where it was tried."""
     measurement = chosen.measurement
-    if measurement is None or wishes.compile is False or chosen.strategy != "full":
+    if chosen.strategy != "full":
+        return None, ["torch.compile is for training with everything in memory."] if wishes.compile else []
+    if measurement is None or wishes.compile is False:
         return None, []
     found = measurement.compiled
-    if found is None or found.micro_batch != micro_batch or rate is None:
+    if found is None or rate is None:
         return None, [measurement.compiling] if measurement.compiling else []
+    if found.micro_batch != micro_batch:
+        return None, [f"torch.compile is not used: it was measured with micro-batch {found.micro_batch}."]
     times = found.samples_per_second / rate
     if times < FASTER:
         return None, [f"torch.compile is not used: it makes {times:.2f} times the samples."]
     everything = frozenset(range(model.layout.num_fragments))
     fixed = fixed_bytes(chosen.strategy, model.layout, everything, manifest.inner_optimizer, model.facts).device_bytes
-    peak = chosen.step_bytes + max(0, (found.peak_bytes or 0) - fixed)
-    budget = machine.budget_bytes
-    if budget is not None and peak - chosen.program_bytes > FIT * (budget - chosen.program_bytes):
-        return None, [f"torch.compile is not used: it would take {memory_text(peak)}."]
-    return found, [f"torch.compile makes {_speed(found.samples_per_second)}, {times:.2f} times as many."]
+    candidate = chosen
+    if found.peak_bytes is not None:
+        candidate = replace(chosen, line=MemoryLine(base_bytes=max(0, found.peak_bytes - fixed), bytes_per_sample=0.0))
+    if not candidate.fits(machine, micro_batch):
+        needs = memory_text(candidate.peak_bytes(micro_batch))
+        return None, [f"torch.compile is not used: it would take {needs}."]
+    why = f"torch.compile makes {_speed(found.samples_per_second)}, {times:.2f} times as many."
+    return _Compiled(candidate=candidate, rate=found.samples_per_second), [why]
 
 
 def _why_strategy(

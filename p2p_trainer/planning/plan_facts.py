@@ -82,10 +82,23 @@ class Link:
     """It is what an earlier start measured."""
 
     @classmethod
-    def of(cls, known: LineRate, *, up: float | None = None, down: float | None = None) -> Link:
-        """:param known: from an earlier start; :param up: what a person says, or leaves of it; so with ``down``"""
+    def of(
+        cls,
+        known: LineRate,
+        *,
+        up: float | None = None,
+        down: float | None = None,
+        up_limit: float | None = None,
+    ) -> Link:
+        """
+        :param known: from an earlier start
+        :param up: what a person says of it; so with ``down``
+        :param up_limit: what a person leaves of it for the run
+        """
         measured = {name: 8 * rate for name, rate in (("up", known.up), ("down", known.down)) if math.isfinite(rate)}
         said = {name: rate for name, rate in (("up", up), ("down", down)) if rate is not None}
+        if up_limit is not None and up_limit < {**measured, **said}.get("up", math.inf):
+            said["up"] = up_limit
         return cls(
             **{**measured, **said},
             round_trip_seconds=known.round_trip_seconds,

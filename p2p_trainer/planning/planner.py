@@ -57,6 +57,8 @@ class Planner:
 
     def plan(self, link: Link, swarm: SwarmFacts, wishes: Wishes) -> Plan:
         """:raises PlanError: this machine's memory fits no strategy"""
+        if not self.compile:  # an earlier start may have measured it
+            wishes = replace(wishes, compile=False)
         measured: dict[StrategyName, Measurement] = {}
         while True:
             machine = replace(self.machine, measured=measured)
@@ -128,10 +130,22 @@ def wishes_of(settings: PeerSettings) -> Wishes:
     )
 
 
-def tries_compiling(device: torch.device, manifest: RunManifest, settings: PeerSettings) -> bool:
-    """Whether torch.compile is measured here: not for whoever is slowed down, or never steps an optimizer."""
-    useful = settings.emulate is None and manifest.averaging.mode == "local"
-    return useful and not why_not_compile(device, settings.compile)
+def tries_compiling(
+    device: torch.device, manifest: RunManifest, settings: PeerSettings, say: Callable[[str], None]
+) -> bool:
+    """Whether torch.compile is measured here: not for whoever is slowed down, or never steps an optimizer.
+
+    :param say: told why not, if a person asked for it
+    """
+    if manifest.averaging.mode != "local":
+        why = "A run on averaged gradients steps no optimizer here."
+    elif settings.emulate is not None:
+        why = "This peer is slowed down."
+    else:
+        why = why_not_compile(device, settings.compile)
+    if why and settings.compile:
+        say(f"torch.compile is not tried. {why}")
+    return not why
 
 
 def machine_of(

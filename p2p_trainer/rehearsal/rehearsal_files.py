@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from dht_config.errors import DirectoryError
+from p2p_trainer.metrics import finite
 
 
 def check_report_path(path: Path | None, option: str) -> None:
@@ -42,6 +45,11 @@ def make_directory(path: Path | None) -> Path:
             remedy="Give --dir a new directory in a place that is writable.",
         ) from error
     return path.absolute()
+
+
+def write_json(path: Path, document: Any, option: str) -> None:
+    """As ``write_report``; numbers that JSON lacks (NaN, inf) become null. Raises: DirectoryError."""
+    write_report(path, json.dumps(finite(document), indent=2, allow_nan=False) + "\n", option)
 
 
 def write_report(path: Path, content: str, option: str) -> None:

@@ -7,7 +7,6 @@ does not show: clocks that disagree, and more cores than this machine has.
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import threading
@@ -29,7 +28,7 @@ from p2p_trainer.rehearsal.emulation import lines, memories
 from p2p_trainer.rehearsal.leftovers import Traces
 from p2p_trainer.rehearsal.links import LinksUnavailable, Network
 from p2p_trainer.rehearsal.memory_limits import MemoryLimits
-from p2p_trainer.rehearsal.rehearsal_files import check_report_path, make_directory, write_report
+from p2p_trainer.rehearsal.rehearsal_files import check_report_path, make_directory, write_json, write_report
 from p2p_trainer.rehearsal.rehearsal_page import rehearsal_page
 from p2p_trainer.rehearsal.rehearsal_view import Status, print_report, say, show_status
 from p2p_trainer.rehearsal.rehearsed_peer import LineCount, PeerRecord, PlayedLife
@@ -158,7 +157,7 @@ def rehearse(options: RehearseOptions, *, console: Console | None = None, comman
         print_report(console, report)
         page = rehearsal_page(report)
         if options.json_path is not None:
-            write_report(options.json_path, json.dumps(report.as_json(), indent=2) + "\n", "--json")
+            write_json(options.json_path, report.as_json(), "--json")
         if options.html_path is not None:
             write_report(options.html_path, page, "--html")
         write_report(directory / PAGE, page, "--dir")

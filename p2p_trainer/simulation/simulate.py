@@ -11,7 +11,6 @@ few peers; beyond those nobody has seen a real swarm of this program.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import statistics
@@ -29,7 +28,7 @@ from dht_config.errors import UsageError
 from dht_config.manifest import RunManifest
 from p2p_trainer.machines import MACHINES
 from p2p_trainer.rehearsal.links import LinkSpec
-from p2p_trainer.rehearsal.rehearsal_files import check_report_path, write_report
+from p2p_trainer.rehearsal.rehearsal_files import check_report_path, write_json
 from p2p_trainer.rehearsal.rehearsal_view import say, show_status
 from p2p_trainer.rehearsal.rehearse import RehearseOptions, find_manifest
 from p2p_trainer.rehearsal.scene import EmulatedPeer, Names, Scene
@@ -110,7 +109,7 @@ def simulate(options: RehearseOptions, console: Console) -> list[SimulatedSize]:
             found.append(play(one.with_churn(), manifest, fragments, records))
     if options.json_path is not None:
         table = _as_json(scenes[0], count is not None, manifest, records, found)
-        write_report(options.json_path, json.dumps(table, indent=2) + "\n", "--json")
+        write_json(options.json_path, table, "--json")
     _print(console, scenes[0], found)
     if count is not None:
         say(console, f"Peers: random machines, lines of {', '.join(LINES)}; seed {scenes[0].seed}.")

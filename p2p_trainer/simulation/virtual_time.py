@@ -11,7 +11,6 @@ What it does not show is said in ``simulated_swarm.py``. The report is simulated
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from rich.console import Console
 
 from dht_config.errors import UsageError
 from dht_config.manifest import RunManifest, run_id
-from p2p_trainer.rehearsal.rehearsal_files import check_report_path, write_report
+from p2p_trainer.rehearsal.rehearsal_files import check_report_path, write_json
 from p2p_trainer.rehearsal.rehearsal_view import print_report, say, show_status
 from p2p_trainer.rehearsal.rehearse import RehearseOptions, find_manifest
 from p2p_trainer.rehearsal.rehearsed_peer import PeerRecord, PlayedLife
@@ -83,7 +82,7 @@ def rehearse_in_virtual_time(options: RehearseOptions, console: Console) -> Virt
         )
         result = VirtualReport(report=report, held_out=rehearsal.held_out, wall_seconds=time.monotonic() - began)
     if options.json_path is not None:
-        write_report(options.json_path, json.dumps(result.as_json(), indent=2) + "\n", "--json")
+        write_json(options.json_path, result.as_json(), "--json")
     say(console, NOTICE)
     print_report(console, report)
     _, samples, loss = result.held_out[-1]

@@ -14,6 +14,7 @@ from typing import Protocol, get_args
 import torch
 from torch import Tensor, nn
 
+from p2p_trainer.running_statistics import load_statistics, statistics_of
 from p2p_trainer.settings import StrategyName as StrategyName
 from peers.fragments import FragmentLayout
 
@@ -89,12 +90,19 @@ class MemoryStrategy(Protocol):
 
 @contextmanager
 def on_base(strategy: MemoryStrategy, layout: FragmentLayout, base: Tensor) -> Iterator[None]:
-    """For as long, the model's values are ``base`` ``(layout.num_elements,)``; frozen ones stay as they are."""
+    """For as long, the model's values are ``base`` ``(layout.num_elements,)``; frozen ones stay as they are.
+
+    Running statistics are the base's, also those of a frozen fragment: training moves them on all the same.
+    """
     own = strategy.unrounded()
+    statistics = {name: buffer.clone() for name, buffer in statistics_of(strategy.model, layout).items()}
     try:
         for fragment in own:
             strategy.load(fragment, base[layout.slice(fragment)])
+        load_statistics(strategy.model, layout, base)
         yield
     finally:
         for fragment, values in own.items():
             strategy.load(fragment, values, pending=True)
+        for name, buffer in statistics_of(strategy.model, layout).items():
+            buffer.copy_(statistics[name])

@@ -64,11 +64,11 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *inputs: Any, *
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _buffers_kept(block)
+    return nullcontext(), buffers_kept(block)
 
 
 @contextmanager
-def _buffers_kept(block: nn.Module) -> Iterator[None]:
+def buffers_kept(block: nn.Module) -> Iterator[None]:
     """Put buffers back afterwards: running statistics count a batch once, not again when it is computed again."""
     kept = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
     try:

@@ -124,12 +124,17 @@ class PartialModel:
     def snapshot(self, fragment: int, out: Tensor) -> None:
         if (kept := self._kept.get(fragment)) is not None:
             out.copy_(kept)
+            self._copy_statistics_out(fragment, out)
             return
         self._copy_out(fragment, out)
 
     def _copy_out(self, fragment: int, out: Tensor) -> None:
         for piece in self._fragments[fragment]:
             out[_within(piece)].copy_(piece.elements.detach().reshape(-1))
+        self._copy_statistics_out(fragment, out)
+
+    def _copy_statistics_out(self, fragment: int, out: Tensor) -> None:
+        """Those of now: training moves them on, whether their fragment is trained or not."""
         for segment, buffer in self._statistics(fragment):
             out[segment.fragment_start : segment.fragment_start + segment.length].copy_(buffer.reshape(-1))
 
@@ -164,14 +169,16 @@ class PartialModel:
         elif pending and (kept := self._kept.get(fragment)) is not None:
             stepped = slice(self._layout.parameters_of(fragment))
             kept[stepped].sub_(reference[stepped]).add_(base[stepped])
+            self._copy_statistics_out(fragment, kept)
             self.load(fragment, kept, pending=True)
         else:
             self.load(fragment, base)
 
     def unrounded(self) -> dict[int, Tensor]:
-        copies = {fragment: values.clone() for fragment, values in self._kept.items()}
-        for fragment in sorted(self.trained):
-            self.snapshot(fragment, copies.setdefault(fragment, torch.empty(self._layout.size(fragment))))
+        own = sorted(self.trained | self._kept.keys())
+        copies = {fragment: torch.empty(self._layout.size(fragment)) for fragment in own}
+        for fragment, out in copies.items():
+            self.snapshot(fragment, out)
         return copies
 
     # -------------------------------------------------------------- rotation

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -134,6 +136,39 @@ def test_every_command_explains_itself(command: str) -> None:
 def test_without_a_command_the_help_is_shown() -> None:
     result = CliRunner().invoke(app, [])
     assert all(command in result.output for command in COMMANDS)
+
+
+def test_the_version_is_one_line() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"p2p-trainer {version('p2p-trainer')}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["join", "digits", "--settings"], ExitCode.USAGE),
+        (["status", "--local", "--dir"], ExitCode.DIRECTORY),
+        (["new", "mine", "--parameters", "1M", "--out"], ExitCode.DIRECTORY),
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_one_line(arguments: list[str], code: ExitCode) -> None:
+    name = "q" * 300  # too long for any file system; what may not be looked into raises the same
+    fails([*arguments, name], code, name)
+    result = CliRunner().invoke(app, ["export", name, "out", "--json"])
+    assert result.exit_code == json.loads(result.stdout)["exit_code"] == ExitCode.DIRECTORY
+
+
+@pytest.mark.parametrize("arguments", [["example", "stdlib-text"], ["status", "--local", "--json"]])
+def test_a_reader_that_is_gone_gets_no_report(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "p2p_trainer", *arguments], stdout=writing, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (int(ExitCode.UNEXPECTED), b"")
 
 
 def test_every_setting_has_a_flag_of_its_name() -> None:

@@ -129,6 +129,23 @@ def test_steps_of_both_kinds_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
     assert found is None and "no space left on device" in why
 
 
+def test_compiled_steps_that_fail_are_not_used_and_what_was_measured_before_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ordinary = Throughput(samples_per_second=100.0, micro_batch=8, measured_seconds=1.0)
+
+    def out_of_memory(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(compiling, "inner_step", out_of_memory)
+    model = DIGITS.build_model()
+    optimizer = build_inner_optimizer(model.parameters(), SECTION)
+    found, why = measure_compiled(
+        DIGITS, model, optimizer, SECTION, ordinary, seed=0, gauge=MemoryGauge(CPU), limit_seconds=0.1
+    )
+    assert found is None and why.startswith("torch.compile is not used: its steps fail (") and "can't allocate" in why
+
+
 def test_it_is_tried_on_cards_or_where_a_person_says_so_and_a_compiler_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -25,17 +25,17 @@ DIGITS = load_task("digits", {"hidden_sizes": [16]}, {})
 
 
 class Times:
-    """The digits with a loss so many times as big."""
+    """A task, such as the digits, with a loss so many times as big."""
 
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
+    def __init__(self, factor: float, task: Task = DIGITS) -> None:
+        self._factor, self._task = factor, task
         self.computed = 0
-        self.name, self.version, self.unit = DIGITS.name, DIGITS.version, DIGITS.unit
-        self.build_model, self.batches, self.held_out = DIGITS.build_model, DIGITS.batches, DIGITS.held_out
+        self.name, self.version, self.unit = task.name, task.version, task.unit
+        self.build_model, self.batches, self.held_out = task.build_model, task.batches, task.held_out
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         self.computed += 1
-        return DIGITS.loss(model, batch) * self._factor
+        return self._task.loss(model, batch) * self._factor
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -77,6 +77,21 @@ def test_a_gradient_that_overflows_is_computed_again_at_a_smaller_scale(micro_ba
     computed = big.computed
     inner_step(half, model, optimizer, batch, micro_batch, 1.0)
     assert big.computed == computed + -(-16 // micro_batch), "the scale is right now"
+
+
+def test_what_is_computed_again_counts_once_in_running_statistics() -> None:
+    task = load_task("digits", {"hidden_sizes": [], "channels": [2]}, {})
+    big = Times(3000.0, task)
+    half = in_dtype(big, CPU, "float16")
+    torch.manual_seed(0)
+    model = task.build_model()
+    once = copy.deepcopy(model)
+    batch = next(task.batches(0, 16))
+    assert math.isfinite(inner_step(half, model, build_inner_optimizer(model.parameters(), SECTION), batch, 16))
+    assert big.computed > 1
+    half.loss(once, batch)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, once.get_buffer(name)), name
 
 
 def test_a_loss_that_is_not_finite_changes_neither_parameters_nor_the_scale() -> None:

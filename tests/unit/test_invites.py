@@ -44,6 +44,12 @@ def test_all_doors_are_in_one_invite_the_given_addresses_first(tmp_path: Path) -
     assert made.good_until is None
 
 
+def test_an_invite_file_that_is_damaged_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "invite").write_bytes(b"\xff\xfejunk")
+    said = invite(str(tmp_path), code=ExitCode.INVITE)
+    assert f"{tmp_path / 'invite'} is damaged" in said
+
+
 def test_no_door_is_crowded_out_by_another_ones_addresses() -> None:
     many = door(0, *(f"203.0.113.{host}" for host in range(1, MAX_ADDRESSES + 1)))
     made = combined([many, door(1, "198.51.100.1")], (), None)

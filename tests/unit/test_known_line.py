@@ -29,6 +29,7 @@ def test_a_line_is_known_for_a_week(tmp_path: Path, rate: LineRate) -> None:
     "text",
     [
         *("", "[]", "{}", "7", '{"up": null}', '{"up": -1}', '{"up": "NaN"}', '{"up": [1]}', '{"up": {"0": 1}}'),
+        '{"up": [1' + 400 * "0" + ", 1800000000.0]}",
         *(json.dumps({"up": [1.0, NOW], **wrong}) for wrong in ({"round_trip_seconds": [math.inf, NOW]},)),
         *(json.dumps({"up": [1.0, NOW], "down": wrong}) for wrong in ([0, NOW], [1.0, math.nan], ["x", NOW])),
     ],
@@ -70,3 +71,11 @@ def test_what_a_person_says_counts_more_than_what_was_known() -> None:
     said = Link.of(HOME, up=5e6)
     assert (said.up, said.down, said.remembered) == (5e6, 4.8e7, True)
     assert not Link.of(HOME, up=5e6, down=1e7).remembered
+
+
+def test_what_a_person_leaves_of_the_line_is_not_said_to_be_measured() -> None:
+    limited = Link.of(LineRate(), up_limit=5e6)
+    assert (limited.up, limited.down, limited.remembered) == (5e6, None, False)
+    assert Link.of(LineRate(up=1.25e6), up_limit=5e6) == Link(up=5e6)
+    assert Link.of(HOME, up_limit=2e7) == Link.of(HOME), "the line carries less"
+    assert Link.of(HOME, up=4e6, up_limit=5e6).up == 4e6

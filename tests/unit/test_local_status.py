@@ -85,7 +85,7 @@ def test_torn_and_cut_lines_and_other_peoples_files_are_left_out(tmp_path: Path)
     directory = RunDirectory(tmp_path / "peer")
     write(directory.path, *["train"] * 9000, samples=1, padding="x" * 40)
     with (directory.path / "metrics.jsonl").open("a") as file:
-        file.write('[1]\n{"time": "now", "event": "train"}\n{"time": 1')
+        file.write('[1]\n{"time": "now", "event": "train"}\n{"time": 1, "event": "train", "samples": "x"}\n{"time": 1')
     assert look(directory.path, 1000.0).samples == 1
     directory.close()
 

@@ -127,7 +127,46 @@ def test_compiled_code_is_for_those_who_are_faster_with_it_by_a_twentieth() -> N
         assert any(reason.startswith(said) for reason in plain.reasons), plain.reasons
     assert not made(machine(10_000, full=compiled_full(1.3, micro_batch=2))).compiled, "it was measured at another size"
     assert not made(machine(10_000, full=compiled_full(1.3)), wishes=Wishes(compile=False)).compiled
-    assert not made(machine(10_000, full=compiled_full(1.3)), wishes=Wishes(micro_batch=4)).compiled
+    other = made(machine(10_000, full=compiled_full(1.3)), wishes=Wishes(micro_batch=4))
+    assert not other.compiled
+    assert "torch.compile is not used: it was measured with micro-batch 1." in other.reasons
+
+
+def test_a_plan_in_compiled_code_counts_what_that_takes() -> None:
+    plain, compiled = made(machine(10_000, full=FULL)), made(machine(10_000, full=compiled_full(1.3, 1, 3000)))
+    assert compiled.compiled and plain.predicted_bytes is not None
+    assert compiled.predicted_bytes == plain.predicted_bytes + 3000 * MEGABYTE
+    # So much that a checkpoint's copy of 200 MB does not fit beside it, as it does beside an ordinary step.
+    least = int((130 + 160 + 200 + 3000) / FIT) + 1
+    assert made(machine(least, full=FULL)).steps_while_saving
+    small = made(machine(least, full=compiled_full(1.3, 1, 3000)))
+    assert small.compiled and not small.steps_while_saving
+
+
+def test_what_was_compiled_for_more_samples_than_a_batch_has_promises_no_rate() -> None:
+    rates = measurement("full", 20, m1=0.1, m2=0.2, m4=0.4, m8=0.8)
+    best = replace(rates.results[-1], samples_per_second=0.88)
+    chosen = made(machine(10_000, full=replace(rates, compiled=best)), run=manifest(tick_seconds=5.0))
+    plain = made(machine(10_000, full=rates), run=manifest(tick_seconds=5.0))
+    assert "torch.compile is not used: a batch has less than 8 samples." in chosen.reasons
+    assert not chosen.compiled and chosen.micro_batch == chosen.batch_size == 4
+    assert (chosen.samples_per_second, chosen.batch_size) == (plain.samples_per_second, plain.batch_size)
+
+
+def test_who_asks_for_compiled_code_with_a_strategy_that_saves_memory_hears_that_it_is_not_for_that() -> None:
+    said = "torch.compile is for training with everything in memory."
+    asked = made(machine(10_000, checkpoint=CHECKPOINT), wishes=Wishes(strategy="checkpoint", compile=True))
+    assert said in asked.reasons
+    assert said not in made(machine(10_000, checkpoint=CHECKPOINT), wishes=Wishes(strategy="checkpoint")).reasons
+
+
+@pytest.mark.parametrize(
+    ("wish", "micro_batch"), [(Wishes(micro_batch=1000), 8), (Wishes(micro_batch=9, batch_size=2), 2)]
+)
+def test_a_micro_batch_larger_than_a_batch_counts_as_a_batch(wish: Wishes, micro_batch: int) -> None:
+    chosen = made(machine(10_000, full=FULL), wishes=wish)
+    assert (chosen.strategy, chosen.micro_batch, chosen.samples_per_second) == ("full", micro_batch, 10.0)
+    assert f"Micro-batch {micro_batch}, as you said." in chosen.reasons
 
 
 def test_a_larger_micro_batch_that_pays_is_not_taken_if_it_does_not_fit() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,11 +16,12 @@ from p2p_trainer.hardware import DeviceFacts, Hardware
 from p2p_trainer.limits import Limits, read_limits
 from p2p_trainer.planning import planner as planning
 from p2p_trainer.planning.plan_facts import NO_WISHES, Link, Machine, Measurement, Plan, SwarmFacts, Wishes
-from p2p_trainer.planning.planner import Planner, machine_of, model_of, own_bytes
+from p2p_trainer.planning.planner import Planner, machine_of, model_of, own_bytes, tries_compiling
 from p2p_trainer.planning.probe import Prober, ProbeRequest
 from p2p_trainer.planning.probe_cache import ProbeCache
 from p2p_trainer.planning.reality import DRIFT, DRIFT_SECONDS, RealityWatch
 from p2p_trainer.run_model import blank_model
+from p2p_trainer.settings import PeerSettings
 from p2p_trainer.strategies import StrategyName
 from p2p_trainer.tasks import load_task
 
@@ -124,6 +126,37 @@ def test_a_probe_that_fails_is_said_and_not_kept(tmp_path: Path) -> None:
     assert len(said) == 1 and "it ended with exit code 3" in said[0]
     made(planner(tmp_path, machine(10_000), prober, said))
     assert prober.strategies == ["full", "full"]
+
+
+def test_what_an_earlier_start_compiled_is_for_those_only_who_try_that(tmp_path: Path) -> None:
+    """Not for a start without --compile on a CPU, nor for one that is slowed down."""
+    fast = replace(FULL, compiled=replace(FULL.results[0], samples_per_second=30.0))
+    prober = ScriptedProber(full=fast)
+    asking = planner(tmp_path, machine(10_000), prober)
+    asking.compile = True
+    first = made(asking, Wishes(compile=True))
+    assert first.compiled and first.samples_per_second == 30.0
+    plain = made(planner(tmp_path, machine(10_000), prober))
+    assert (plain.compiled, plain.samples_per_second) == (False, 10.0)
+    slowed = made(planner(tmp_path, replace(machine(10_000), emulated_samples_per_second=2.0), prober))
+    assert (slowed.compiled, slowed.samples_per_second) == (False, 2.0)
+    assert prober.strategies == ["full"]
+
+
+def test_who_asks_for_compiled_code_hears_why_it_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "why_not_compile", lambda _device, wished: "" if wished else "It was not asked for.")
+    cpu, said = torch.device("cpu"), list[str]()
+
+    def tried(mode: str = "local", **settings: Any) -> bool:
+        run = cast(Any, SimpleNamespace(averaging=SimpleNamespace(mode=mode)))
+        return tries_compiling(cpu, run, PeerSettings(**settings), said.append)
+
+    assert tried(compile=True) and not tried() and said == []
+    assert not tried(compile=True, emulate=2.0) and not tried("gradient", compile=True)
+    assert said == [
+        "torch.compile is not tried. This peer is slowed down.",
+        "torch.compile is not tried. A run on averaged gradients steps no optimizer here.",
+    ]
 
 
 def test_reality_comes_into_the_next_plan(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from p2p_trainer.rehearsal import rehearse as rehearse_module
 from p2p_trainer.rehearsal.forecast import _ordinal, forecast, memory_in_words
 from p2p_trainer.rehearsal.links import Availability
 from p2p_trainer.rehearsal.memory_limits import MemoryLimits, MemoryLimitsUnavailable, MemoryUse, hierarchies
-from p2p_trainer.rehearsal.rehearsal_files import check_report_path, write_report
+from p2p_trainer.rehearsal.rehearsal_files import check_report_path, write_json, write_report
 from p2p_trainer.rehearsal.rehearsal_view import print_report
 from p2p_trainer.rehearsal.rehearse import START_SECONDS, RehearseOptions, rehearse, start_limit_seconds
 from p2p_trainer.rehearsal.rehearsed_peer import LineCount, PeerRecord, PlayedLife, TimeUse
@@ -890,3 +891,10 @@ def test_a_report_never_takes_the_place_of_a_device(tmp_path: Path) -> None:
     check_report_path(written, "--json")
     write_report(written, "{}", "--json")
     assert written.read_text() == "{}" and sorted(os.listdir(tmp_path)) == ["nowhere", "report.json"]
+
+
+def test_a_report_of_a_run_that_diverged_is_json(tmp_path: Path) -> None:
+    write_json(tmp_path / "report.json", {"held_out": [(1.0, math.nan), (2.0, math.inf)]}, "--json")
+    assert json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail) == {
+        "held_out": [[1.0, None], [2.0, None]]
+    }

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from dht_config.errors import ManifestError
 from dht_config.manifest import InnerOptimizerSection, parse_manifest
+from p2p_trainer.checkpoint import load_checkpoint, save_checkpoint
 from p2p_trainer.export import export, read_base
 from p2p_trainer.modes import LocalMode
 from p2p_trainer.run_model import layout_of
-from p2p_trainer.running_statistics import averaged, running_statistics
-from p2p_trainer.session import load_values, make_initial_bases
-from p2p_trainer.strategies import MemoryStrategy, build_strategy
+from p2p_trainer.running_statistics import averaged, counters, restore_counters, running_statistics
+from p2p_trainer.session import Session, load_values, make_initial_bases
+from p2p_trainer.strategies import MemoryStrategy, build_strategy, on_base
 from p2p_trainer.tasks import load_task
-from p2p_trainer.training import Accounts
+from p2p_trainer.training import Accounts, Trainer
 from peers.arena import SharedArena
 from peers.fragment_state import FragmentState
 from peers.fragments import FragmentLayout
@@ -188,6 +189,59 @@ def test_a_rebase_leaves_them_where_training_has_brought_them() -> None:
         assert (peer.own()[4:8] > 0).all()
 
 
+def live(peer: Peer) -> Tensor:
+    """What the model itself holds."""
+    return torch.cat(list(running_statistics(peer.model).values())).clone()
+
+
+def test_they_move_on_while_their_fragment_is_not_trained() -> None:
+    """Its work from before waits for a round: what comes of that does not set them back."""
+    peer = Peer("fragments", frozenset({LAST}))
+    peer.steps(2)
+    peer.mode.take_snapshot(LAST, 16)
+    peer.strategy.train_only(frozenset({0}), {0: peer.arena.base[peer.layout.slice(0)].clone()})
+    peer.steps(3)
+    before = live(peer)
+    saved = peer.strategy.unrounded()
+    assert torch.equal(peer.statistics(saved[LAST]), before)
+    peer.mode.rebase(LAST, keep=True, pending=True)
+    assert LAST in peer.strategy.unrounded(), "it is kept"
+    assert torch.equal(live(peer), before) and torch.equal(peer.own(), before)
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_an_evaluation_is_with_those_of_the_base_also_where_their_fragment_is_frozen(pending: bool) -> None:
+    peer = Peer("fragments", frozenset({LAST}) if pending else frozenset({0}))
+    if pending:
+        peer.steps(2)
+        peer.strategy.train_only(frozenset({0}), {0: peer.arena.base[peer.layout.slice(0)].clone()})
+    peer.steps(3)
+    before = live(peer)
+    assert (LAST in peer.strategy.unrounded()) == pending
+    base = torch.full((peer.layout.num_elements,), 0.25)
+    with on_base(peer.strategy, peer.layout, base):
+        inside = running_statistics(peer.model)
+        assert tuple(inside) == peer.layout.statistics and all(bool((value == 0.25).all()) for value in inside.values())
+    assert torch.equal(live(peer), before)
+
+
+def test_counters_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    peer = Peer()
+    peer.steps(3)
+    accounts = Accounts(layout=peer.layout, samples=24, steps=3, counts=[Counts(24, 3)] * 2, fragments=peer.metas)
+    trainer: Any = SimpleNamespace(arena=peer.arena, strategy=peer.strategy, accounts=accounts, checkpoint_meta={})
+    tensors, meta = Trainer.checkpoint_contents(trainer, peer.metas, clean=True)
+    again = Peer()
+    session: Any = SimpleNamespace(_restore_optimizer=lambda *_: None)
+    save_checkpoint(tmp_path, tensors, {**meta, "format": 3})
+    saved = load_checkpoint(tmp_path, pytest.fail)
+    assert saved is not None
+    Session._restored(session, saved, again.strategy, again.layout)
+    assert [int(value) for value in counters(again.model).values()] == [3, 3]
+    restore_counters(again.model, {"2.num_batches_tracked": torch.ones(2), "unknown": torch.ones(())})
+    assert [int(value) for value in counters(again.model).values()] == [3, 3], "of another model"
+
+
 def test_what_is_not_finite_is_not_contributed_and_does_not_stay() -> None:
     peer = Peer()
     buffer = dict(peer.model.named_buffers())["2.running_mean"]
@@ -226,8 +280,6 @@ def test_an_exported_model_has_those_of_the_base(tmp_path: Path) -> None:
 
 def _save_again(directory: Path, layout: FragmentLayout, arena: SharedArena) -> None:
     """The same checkpoint with what lies in the arena now."""
-    from p2p_trainer.checkpoint import load_checkpoint, save_checkpoint
-
     found = load_checkpoint(directory, lambda _warning: None)
     assert found is not None
     for index, row in enumerate(found.meta["fragments"]):

@@ -76,7 +76,7 @@ def test_a_missing_manifest_is_a_manifest_error() -> None:
 
 
 def test_a_missing_file_is_told_from_a_broken_invite() -> None:
-    with pytest.raises(InviteError, match="There is no file runs/mine, and it is not an invite"):
+    with pytest.raises(InviteError, match="There is no file runs/mine that can be read, and it is not an invite"):
         read_target("runs/mine")
 
 

@@ -1,11 +1,21 @@
 import io
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from p2p_trainer.view import LiveView, PeerView, address_line, farewell, farewell_of_a_door, only_inside, sentence
+from p2p_trainer.view import (
+    LiveView,
+    Output,
+    PeerView,
+    address_line,
+    farewell,
+    farewell_of_a_door,
+    only_inside,
+    sentence,
+)
 
 NOW = 1_800_000_000.0
 AVERAGING = PeerView(
@@ -124,6 +134,18 @@ def test_plain_lines_are_not_wrapped_and_brackets_in_them_are_kept() -> None:
     text = "Waiting for somebody at [/ip4/203.0.113.7/tcp/31337] " + "x" * 100
     view.status(text)
     assert output.getvalue() == f"{text}\n"
+
+
+def test_a_peer_whose_lines_nobody_reads_any_more_goes_on() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as output:
+        view = LiveView(Output(file=output), plain=True)
+        view.status("Somebody reads this.")
+        assert os.read(reading, 100) == b"Somebody reads this.\n"
+        os.close(reading)
+        view.status("And nobody this,")
+        view.status("nor this.")
+        view.close()
 
 
 def test_the_same_status_is_not_repeated() -> None:
