@@ -63,6 +63,8 @@ class Records(Presence):
                 restart=0,
                 role=role,
                 identity=SimpleNamespace(peer_id="own", public_key=b"key", sign=lambda message: b"signature"),
+                wished_cadence=None,
+                wished_codec=None,
             ),
             training=SimpleNamespace(
                 begun=None,
