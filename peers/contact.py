@@ -20,7 +20,7 @@ from contextlib import suppress
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from dht_config.address import Address, parse_addresses
+from dht_config.address import Address, parse_addresses, reach
 from peers.company import GONE_SECONDS
 from peers.context import RunContext
 from peers.daemon import DialOutcome, dial
@@ -309,8 +309,13 @@ class Contact:
 
 
 def has_moved(before: Sequence[str], now: Sequence[str]) -> bool:
-    """Whether a peer that announced some addresses and now announces others is on none of those hosts any more."""
-    hosts = [{address.transport.host for address in parse_addresses(texts)[0]} for texts in (before, now)]
+    """Whether a peer that announced some addresses and now announces others is on none of those hosts any more.
+
+    Where both have public ones these decide: in another home it may well have the same private address.
+    """
+    good = [parse_addresses(texts)[0] for texts in (before, now)]
+    public = [[address for address in addresses if not reach(address)] for addresses in good]
+    hosts = [{address.transport.host for address in addresses} for addresses in (public if all(public) else good)]
     return all(hosts) and hosts[0].isdisjoint(hosts[1])
 
 
