@@ -579,4 +579,11 @@ def _machines_part(error: P2PTrainerError, settings: PeerSettings, target: RunTa
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    from p2p_trainer.ending import end_at_once
+
+    try:
+        app()
+    except SystemExit as end:  # what typer ends with
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        end_at_once(end.code if isinstance(end.code, int) else int(end.code is not None))

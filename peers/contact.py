@@ -20,7 +20,7 @@ from contextlib import suppress
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from dht_config.address import Address
+from dht_config.address import Address, parse_addresses, reach
 from peers.company import GONE_SECONDS
 from peers.context import RunContext
 from peers.daemon import DialOutcome, dial
@@ -55,10 +55,17 @@ class Contact:
 
     :param on_news: told when somebody answers, and when our addresses are others
     :param ask: asks a peer, by its base58 id, for everybody's records
+    :param on_moved: told of a peer, by its base58 id, that is at other addresses now
     """
 
-    def __init__(self, run: RunContext, on_news: Callable[[], None], ask: Callable[[str], Awaitable[bool]]) -> None:
-        self._run, self._on_news, self._ask = run, on_news, ask
+    def __init__(
+        self,
+        run: RunContext,
+        on_news: Callable[[], None],
+        ask: Callable[[str], Awaitable[bool]],
+        on_moved: Callable[[str], None] = lambda peer: None,
+    ) -> None:
+        self._run, self._on_news, self._ask, self._on_moved = run, on_news, ask, on_moved
         self._known: dict[str, tuple[str, ...]] = {}
         """Their addresses."""
         self._missing: dict[str, tuple[float, tuple[str, ...]]] = {}
@@ -83,6 +90,7 @@ class Contact:
     def meet(self, members: Mapping[str, Member], training: Collection[str]) -> None:
         """Connect to peers we have not met, or not at these addresses, and remember the way to all of them."""
         before, self._known = self._known, {peer: member.profile.addresses for peer, member in members.items()}
+        last = {peer: addresses for peer, (_, addresses) in self._missing.items()} | before
         self._miss(before, members)
         self._answered &= self._known.keys()
         # Whoever has other addresses all the time waits until the last ones have been dialled.
@@ -90,7 +98,8 @@ class Contact:
         fresh = {peer: addresses for peer, addresses in self._known.items() if before.get(peer) != addresses}
         if fresh:
             self._greeting |= {peer for peer, addresses in fresh.items() if addresses}
-            self._run.tasks.spawn(self._greet_all(fresh, training))
+            moved = {peer for peer, addresses in fresh.items() if has_moved(last.get(peer, ()), addresses)}
+            self._run.tasks.spawn(self._greet_all(fresh, moved, training))
 
     def _miss(self, before: Mapping[str, tuple[str, ...]], members: Mapping[str, Member]) -> None:
         """Note who vanished without a goodbye."""
@@ -106,11 +115,17 @@ class Contact:
             if peer not in members and now - since < GONE_SECONDS
         }
 
-    async def _greet_all(self, fresh: Mapping[str, Sequence[str]], training: Collection[str]) -> None:
+    async def _greet_all(
+        self, fresh: Mapping[str, Sequence[str]], moved: Collection[str], training: Collection[str]
+    ) -> None:
         ways = {peer: ways_to(peer, texts) for peer, texts in fresh.items() if texts}
 
         async def greet(peer: str, addresses: Sequence[Address]) -> str | None:
             try:
+                if peer in moved:
+                    # Of two connections libp2p uses the older one until it notices, after half a minute, that it broke.
+                    await self._disconnect(PeerID.from_base58(peer))
+                    self._on_moved(peer)
                 return peer if any(await asyncio.gather(*(self._greet(address) for address in addresses))) else None
             finally:
                 self._greeting.discard(peer)
@@ -128,6 +143,10 @@ class Contact:
         async with self._dialling:
             return (await dial(self._run.p2p, address)).outcome is DialOutcome.CONNECTED
 
+    async def _disconnect(self, peer: PeerID) -> None:
+        with suppress(ControlFailure, P2PDaemonError, OSError):
+            await self._run.p2p._client.disconnect(peer)
+
     async def keep_in_dht(self, peer: str) -> None:
         """Put a peer that has just answered us back among our DHT's nodes, if it is none of them any more.
 
@@ -141,6 +160,8 @@ class Contact:
 
     def is_time_to_search(self, now: float, *, silent: bool) -> bool:
         """Whether a search is due: one at a time, each so long after the last began: longer and longer, up to a tick.
+
+        Up to half a tick for who has nobody else: it takes part again within two of its line's being up.
 
         :param now: seconds, as ``SwarmClock.passed`` counts them
         :param silent: nobody is heard of; else only those are looked for that are missing
@@ -183,7 +204,10 @@ class Contact:
             return bool(answering)
         finally:
             self._searching = False
-            self._search_at = max(self._run.clock.passed(), began + next(self._pauses))
+            pause = next(self._pauses)
+            if silent:
+                pause = min(pause, max(RETRY_SECONDS[0], self._run.schedule.tick_seconds / 2))
+            self._search_at = max(self._run.clock.passed(), began + pause)
 
     def came_back(self) -> None:
         """Our line was down: a router may have another address, at which the next who are asked see us."""
@@ -265,8 +289,7 @@ class Contact:
         await self._greet(address)
         if not await self._answers(peer):
             # What the daemon takes for a connection may be one that broke with the line.
-            with suppress(ControlFailure, P2PDaemonError, OSError):
-                await self._run.p2p._client.disconnect(peer)
+            await self._disconnect(peer)
             await self._greet(address)
             if not await self._answers(peer):
                 return None
@@ -284,6 +307,17 @@ class Contact:
         return itertools.chain(
             (min(pause, longest) for pause in RETRY_SECONDS), itertools.repeat(min(RETRY_SECONDS[-1], longest))
         )
+
+
+def has_moved(before: Sequence[str], now: Sequence[str]) -> bool:
+    """Whether a peer that announced some addresses and now announces others is on none of those hosts any more.
+
+    Where both have public ones these decide: in another home it may well have the same private address.
+    """
+    good = [parse_addresses(texts)[0] for texts in (before, now)]
+    public = [[address for address in addresses if not reach(address)] for addresses in good]
+    hosts = [{address.transport.host for address in addresses} for addresses in (public if all(public) else good)]
+    return all(hosts) and hosts[0].isdisjoint(hosts[1])
 
 
 async def knock(address: Address, timeout_seconds: float) -> bool:

@@ -189,6 +189,10 @@ class DirectTransport:
         self._ways = {other: way for other, way in self._ways.items() if way.until > now}
         self._ways[peer] = _Way(until=now + AVOID_SECONDS)
 
+    def forget(self, peer: str) -> None:
+        """A peer, by its base58 id, is elsewhere now: the next call looks for a way again."""
+        self._ways.pop(PeerID.from_base58(peer), None)
+
     async def _find_way(self, peer: PeerID) -> None:
         """Ask the peer how to come in, and see whether that works."""
         try:

@@ -98,7 +98,9 @@ class Presence:
         """Peers that say that their records have changed."""
         self._read_dht_at = float("-inf")
         self._company = Company(run.clock.passed() if heard_from_others else float("-inf"))
-        self._contact = Contact(run, self.changed.set, self._gossip.ask)
+        self.on_moved: Callable[[str], None] = lambda peer: None
+        """Told of a peer, by its base58 id, that is at other addresses now."""
+        self._contact = Contact(run, self.changed.set, self._gossip.ask, lambda peer: self.on_moved(peer))
         self._looked_at = float("-inf")
         self._looks = asyncio.Semaphore(LOOKS_AT_ONCE)
         self.step_fell_short = False

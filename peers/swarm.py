@@ -176,6 +176,8 @@ class Swarm:
         presence = self._presence = Presence(run, heard_from_others=heard)
         self._allowance = run.allowance
         transport = MeteredTransport(await self._transport(p2p), run.allowance)
+        if self._direct is not None:
+            presence.on_moved = self._direct.forget
         bases = BaseKeeper(run, presence, transport)
         rounds = RoundKeeper(run, presence, bases, transport)
         self._servicer.rounds, self._servicer.presence = rounds, presence

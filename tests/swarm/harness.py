@@ -359,10 +359,10 @@ class Swarm:
             START_SECONDS,
         )
 
-    def wait_for_tick(self, fraction: float) -> float:
+    def wait_for_tick(self, fraction: float, tick_seconds: float = TICK_SECONDS) -> float:
         """Until this part of a tick has passed; returns the moment (unix seconds). All peers here share one clock."""
-        begun = time.time() // TICK_SECONDS
-        while (now := time.time()) < (begun + 1 + fraction) * TICK_SECONDS:
+        begun = time.time() // tick_seconds
+        while (now := time.time()) < (begun + 1 + fraction) * tick_seconds:
             time.sleep(0.005)
         return now
 

@@ -6,7 +6,7 @@ Times are unix seconds. Events are lines of ``metrics.jsonl`` of all of a peer's
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -259,8 +259,9 @@ class Held:
 def growth(held: Sequence[Held]) -> dict[str, Any]:
     """One process at its start, in its middle and at its end, and whether it is level.
 
-    Compared are the medians of the second and of the last quarter of its life after it has settled. ``level`` is None
-    for a life too short to be judged; memory is judged in longer ones only.
+    Compared are the second and the last quarter of its life after it has settled: the medians of memory, the least of
+    descriptors and threads, since a round under way holds some for every member, and what is lost is held all the time.
+    ``level`` is None for a life too short to be judged; memory is judged in longer ones only.
     """
     settled = [one for one in held if one.at - held[0].at >= SETTLED_SECONDS]
     seconds = settled[-1].at - settled[0].at if settled else 0.0
@@ -269,15 +270,15 @@ def growth(held: Sequence[Held]) -> dict[str, Any]:
         quarter = max(1, len(settled) // 4)
         early, late = settled[quarter : 2 * quarter] or settled[:1], settled[-quarter:]
 
-        def grown(what: str) -> tuple[float, float]:
-            before, after = (statistics.median(getattr(one, what) for one in part) for part in (early, late))
+        def grown(what: str, typical: Callable[[Iterable[float]], float]) -> tuple[float, float]:
+            before, after = (typical(getattr(one, what) for one in part) for part in (early, late))
             return before, after - before
 
-        before, more = grown("rss_bytes")
+        before, more = grown("rss_bytes", statistics.median)
         if seconds >= RSS_JUDGED_SECONDS and more > RSS_TOLERANCE * before + RSS_TOLERANCE_BYTES:
             broken.append(f"memory grew from {before / 1e6:.0f} to {(before + more) / 1e6:.0f} MB")
         for what, tolerance in (("descriptors", DESCRIPTORS_TOLERANCE), ("threads", THREADS_TOLERANCE)):
-            before, more = grown(what)
+            before, more = grown(what, min)
             if more > tolerance:
                 broken.append(f"{what} grew from {before:.0f} to {before + more:.0f}")
     moments = {"start": held[0], "middle": held[len(held) // 2], "end": held[-1]}

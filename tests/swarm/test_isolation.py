@@ -1,9 +1,14 @@
-"""A peer that is cut off, or does not run for a while: it says so, and comes back by itself with all it has trained."""
+"""A peer that is cut off, or does not run for a while: it says so, and comes back by itself with all it has trained.
+
+``-m slow`` has outages of minutes, with ticks as real runs have them.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +23,7 @@ from harness import (
     assert_no_traceback,
     assert_samples_add_up,
     needs_links,
+    small_manifest,
 )
 
 from peers.own_records import RECORD_SECONDS
@@ -28,8 +34,23 @@ pytestmark = [pytest.mark.swarm]
 TO_BE_BACK_SECONDS = 120.0
 TO_NOTICE_SECONDS = 60.0
 STILL = STILL_SECONDS + 5.0
+UNNOTICED_SECONDS = 12.0
+"""Longer than a peer stays without news before it looks for others, shorter than a broken connection is held."""
 MID_ROUND = 0.05
 """Of a tick: contributions are on their way."""
+LONG_TICK_SECONDS, STOPPED_SECONDS, DOWN_SECONDS, JUMP_SECONDS = 5.0, 300.0, 600.0, 300.0
+# Python imports it at the start of every process. The daemon and the kernel have the right time.
+SET_CLOCK = """
+import os, time
+_right, _file = time.time, os.environ["CLOCK_SET_BY"]
+def _set():
+    try:
+        with open(_file) as file:
+            return _right() + float(file.read() or 0)
+    except OSError:
+        return _right()
+time.time = _set
+"""
 
 
 def state_of(peer: Peer) -> str:
@@ -41,10 +62,12 @@ def credited_round(peer: Peer, after: float, group: int) -> Event | None:
     return next((event for event in peer.rounds(group=group, after=after) if event["late_share"] < 1), None)
 
 
-def wait_back(swarm: Swarm, peer: Peer, what: str, after: float, group: int) -> None:
+def wait_back(
+    swarm: Swarm, peer: Peer, what: str, after: float, group: int, tick_seconds: float = TICK_SECONDS
+) -> None:
     back = swarm.wait_until(lambda: credited_round(peer, after, group), f"{peer.name} is back", TO_BE_BACK_SECONDS)
     seconds = back["time"] - after
-    print(f"{what}: {seconds:.1f} s, {seconds / TICK_SECONDS:.0f} ticks, to the first credited samples")
+    print(f"{what}: {seconds:.1f} s, {seconds / tick_seconds:.1f} ticks, to the first credited samples")
 
 
 def wait_for_seconds(swarm: Swarm, moment: float) -> None:
@@ -111,6 +134,100 @@ def test_a_peer_that_is_stopped_for_a_while_looks_first_and_comes_back(swarm: Sw
     with suppress(psutil.NoSuchProcess):
         daemon.resume()
     wait_back(swarm, asleep, f"daemon stopped for {time.time() - frozen:.0f} s", time.time(), 3)
+    swarm.leave_all()
+    for peer in peers:
+        assert assert_samples_add_up(peer)["dropped_samples"] == 0
+    assert_digests_agree(*peers)
+    assert_bases_hold_every_credit_once(peers)
+    assert_no_traceback(*swarm.peers)
+
+
+def with_a_clock_to_set(directory: Path, file: Path) -> dict[str, str]:
+    """The environment of a process whose clock is off by the seconds in a file, as soon as there is one."""
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(SET_CLOCK)
+    path = os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "CLOCK_SET_BY": str(file)}
+
+
+@pytest.mark.slow
+@pytest.mark.namespaces
+@pytest.mark.timeout(1500)
+@needs_links
+def test_outages_of_minutes_end_with_the_peer_back_among_the_others(swarm: Swarm) -> None:
+    """At once: a line down and back with another address, all of a peer stopped in mid-round, its daemon alone, a clock
+    that is set. What each takes to be back is printed."""
+    names = ("one", "other", "third", "lost", "asleep", "daemonless", "jumped")
+    swarm.links(bootstrap="100M/10ms", **dict.fromkeys(names, "100M/10ms"))
+    tick = f"tick_seconds = {LONG_TICK_SECONDS}"
+    bootstrap = swarm.bootstrap("bootstrap", small_manifest(swarm.path / "long.toml", tick_seconds=tick))
+    one, other, third = (swarm.join(name, bootstrap.invite, 10) for name in names[:3])
+    lost = swarm.join("lost", bootstrap.invite, 10, "--host", "0.0.0.0")
+    asleep, daemonless = (swarm.join(name, bootstrap.invite, 10) for name in names[4:6])
+    clock = swarm.path / "jump"
+    environment = with_a_clock_to_set(swarm.path / "clock", clock)
+    jumped = swarm.join("jumped", bootstrap.invite, 10, environment=environment)
+    peers = [one, other, third, lost, asleep, daemonless, jumped]
+    swarm.wait_averaged(*peers, group=len(peers), rounds=FRAGMENTS)
+
+    swarm.wait_for_tick(MID_ROUND, LONG_TICK_SECONDS)
+    asleep.freeze()
+    daemonless.daemon_process().suspend()
+    swarm.network.down("lost")
+    clock.write_text(str(JUMP_SECONDS))
+    struck = time.time()
+    here = [one, other, third]
+    swarm.wait_averaged(*here, rounds=FRAGMENTS, after=struck)
+    wait_back(swarm, jumped, "clock set ahead", struck + JUMP_SECONDS, 4, LONG_TICK_SECONDS)
+    swarm.wait_until(lambda: len(daemonless.events("join")) == 2, "it has come back by itself", TO_BE_BACK_SECONDS)
+    (fault,) = daemonless.events("fault")
+    print(f"daemon stopped: noticed after {fault['time'] - struck:.1f} s")
+    began = daemonless.events("training_started")[-1]["time"]
+    wait_back(swarm, daemonless, "daemon stopped, from its training again", began, 4, LONG_TICK_SECONDS)
+
+    wait_for_seconds(swarm, struck + STOPPED_SECONDS)
+    asleep.thaw()
+    thawed = time.time()
+    wait_back(swarm, asleep, f"stopped for {thawed - struck:.0f} s", thawed, 4, LONG_TICK_SECONDS)
+    assert any("stood still for" in event["reason"] for event in asleep.events("state"))
+
+    wait_for_seconds(swarm, struck + DOWN_SECONDS)
+    assert state_of(lost) == "isolated"
+    assert not lost.rounds(after=struck + LONG_TICK_SECONDS)
+    swarm.network.renumber("lost")
+    swarm.network.up("lost")
+    up = time.time()
+    wait_back(swarm, lost, f"line down for {up - struck:.0f} s", up, 4, LONG_TICK_SECONDS)
+    swarm.wait_averaged(*here, group=len(peers), after=up)
+    assert set(swarm.leave_all().values()) == {0}
+    for peer in peers:
+        assert assert_samples_add_up(peer)["dropped_samples"] == 0, peer.name
+    assert_digests_agree(*peers)
+    assert_bases_hold_every_credit_once(peers)
+    assert_no_traceback(*swarm.peers)
+
+
+@pytest.mark.namespaces
+@needs_links
+def test_a_line_that_is_back_at_another_address_before_anybody_noticed_costs_a_few_rounds(swarm: Swarm) -> None:
+    """As of a laptop that is carried to another network: connections with where it was still seem to stand."""
+    names = ("one", "other", "moving")
+    swarm.links(bootstrap="100M/10ms", **dict.fromkeys(names, "100M/10ms"))
+    bootstrap = swarm.bootstrap()
+    one, other = (swarm.join(name, bootstrap.invite, 40) for name in names[:2])
+    moving = swarm.join("moving", bootstrap.invite, 40, "--host", "0.0.0.0")
+    peers = [one, other, moving]
+    swarm.wait_averaged(*peers, group=3, rounds=3 * FRAGMENTS)
+    swarm.network.down("moving")
+    cut = time.time()
+    wait_for_seconds(swarm, cut + UNNOTICED_SECONDS)
+    swarm.network.renumber("moving")
+    swarm.network.up("moving")
+    up = time.time()
+    wait_back(swarm, moving, f"moved within {up - cut:.0f} s", up, 3)
+    swarm.wait_averaged(*peers, group=3, rounds=5 * FRAGMENTS, after=up)
+    rounds = {peer.name: [event["time"] - up for event in peer.rounds(group=3, after=up)] for peer in peers}
+    print("; ".join(f"{name}: {', '.join(f'{at:.0f}' for at in times)} s" for name, times in rounds.items()))
     swarm.leave_all()
     for peer in peers:
         assert assert_samples_add_up(peer)["dropped_samples"] == 0

@@ -241,6 +241,24 @@ def test_what_grows_is_not_level_and_what_only_fills_up_at_first_is() -> None:
     assert figures.growth(held)["level"] is True
 
 
+def test_what_rounds_hold_while_they_are_under_way_is_no_growth() -> None:
+    def of_a_swarm(members: int, lost: float) -> bool:
+        """It becomes larger in mid-life, and each second look falls into a round."""
+        held = [
+            Held(
+                at=5.0 * n,
+                rss_bytes=100 * MEGABYTE,
+                descriptors=int(26 + lost * n + (members * (n > 60) if n % 2 else 0)),
+                threads=5,
+            )
+            for n in range(120)
+        ]
+        return bool(figures.growth(held)["level"])
+
+    assert of_a_swarm(members=20, lost=0.0)
+    assert not of_a_swarm(members=20, lost=0.2)
+
+
 def test_a_short_life_is_not_judged_and_memory_only_in_a_longer_one() -> None:
     assert life(100, {"descriptors": 1.0})["level"] is None
     assert life(150, {"descriptors": 1.0})["level"] is False

@@ -81,7 +81,8 @@ class Line:
             self.asked.append(peer)
             return True
 
-        self.contact = Contact(self.run, lambda: self.told.append(None), ask)
+        self.moved: list[str] = []
+        self.contact = Contact(self.run, lambda: self.told.append(None), ask, self.moved.append)
 
     def search(self, monkeypatch: pytest.MonkeyPatch) -> bool:
         async def dial(p2p: object, address: Address) -> DialReport:
@@ -169,6 +170,56 @@ def test_a_connection_that_broke_with_the_line_is_replaced(tmp_path: Path, monke
     line = Line(tmp_path, [f"/ip4/127.0.0.1/tcp/1/p2p/{ONE}"], lambda peer, ping: ping > 1)
     assert line.search(monkeypatch)
     assert line.disconnected == [ONE] and line.dialled == [str(ONE)] * 2
+
+
+@pytest.mark.parametrize(("tick_seconds", "longest"), [(0.5, 1.0), (3.0, 1.5), (10.0, 5.0), (60.0, 15.0)])
+def test_who_has_nobody_knocks_again_within_half_a_tick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tick_seconds: float, longest: float
+) -> None:
+    line = Line(tmp_path, [f"/ip4/127.0.0.1/tcp/1/p2p/{ONE}"], lambda peer, ping: False)
+    line.run.schedule = Schedule(start_seconds=0.0, tick_seconds=tick_seconds, fragments=2)
+    line.contact = Contact(line.run, line.run.tasks.spawn, line.contact._ask)
+    for _ in range(6):
+        line.search(monkeypatch)
+    line.now += longest
+    assert line.contact.is_time_to_search(line.now, silent=True)
+    line.now -= 0.2
+    assert not line.contact.is_time_to_search(line.now, silent=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "moved"),
+    [
+        (["9.9.9.1"], ["9.9.9.2"], True),
+        (["9.9.9.1", "192.168.0.4"], ["9.9.9.2", "192.168.0.4"], True),
+        (["192.168.0.4"], ["192.168.0.5"], True),
+        (["9.9.9.1", "192.168.0.4"], ["192.168.0.4"], False),
+        (["192.168.0.4"], ["9.9.9.1", "192.168.0.4"], False),
+        (["9.9.9.1"], [], False),
+        ([], ["9.9.9.1"], False),
+    ],
+)
+@pytest.mark.parametrize("vanished", [False, True])
+def test_connections_with_a_peer_that_is_elsewhere_now_are_not_used_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[str], now: list[str], moved: bool, vanished: bool
+) -> None:
+    """libp2p would go on with the one that broke; and a peer is elsewhere only if nothing of where it was is left."""
+    opened(monkeypatch)
+    line = Line(tmp_path, [], lambda peer, ping: True)
+    line.run.training = SimpleNamespace(send=lambda message: None)
+
+    async def meet() -> None:
+        line.run.tasks = tasks = Tasks()
+        for hosts in (before, None, now) if vanished else (before, now, now):
+            members: dict[str, Any] = {}
+            if hosts is not None:
+                addresses = tuple(f"/ip4/{host}/tcp/1/p2p/{ONE}" for host in hosts)
+                members[str(ONE)] = SimpleNamespace(profile=SimpleNamespace(status="training", addresses=addresses))
+            line.contact.meet(members, ())
+            await tasks.settle(10.0)
+
+    asyncio.run(meet())
+    assert line.disconnected == [ONE] * moved and line.moved == [str(ONE)] * moved
 
 
 def renewed(line: Line, monkeypatch: pytest.MonkeyPatch, listens: str, seen_at: str) -> list[str]:
@@ -438,7 +489,7 @@ def test_whoever_has_other_addresses_all_the_time_is_dialled_one_after_the_other
     assert dialled == ["9.9.9.1", "9.9.9.3"], "the newest ones, once there is time"
 
 
-def test_pauses_between_searches_grow_up_to_a_tick_until_somebody_answers(
+def test_pauses_between_searches_for_anybody_grow_up_to_half_a_tick_until_somebody_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened(monkeypatch)
@@ -452,7 +503,7 @@ def test_pauses_between_searches_grow_up_to_a_tick_until_somebody_answers(
         while not line.contact.is_time_to_search(line.now, silent=True):
             line.now += 0.5
         pauses.append(line.now - began)
-    assert pauses == [1.0, 2.0, TICK_SECONDS, TICK_SECONDS, TICK_SECONDS]
+    assert pauses == [1.0, *[TICK_SECONDS / 2] * 4]
     answers[0] = True
     line.search(monkeypatch)
     assert line.contact.is_time_to_search(line.now + 1.0, silent=True)

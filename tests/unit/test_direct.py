@@ -623,6 +623,19 @@ def test_a_way_is_looked_for_again_when_it_is_old() -> None:
     play(scene)
 
 
+def test_the_way_to_a_peer_that_is_elsewhere_now_is_forgotten_and_looked_for_again() -> None:
+    async def scene(pair: Pair) -> None:
+        await pair.way_found()
+        pair.one.forget(str(peer(1)))
+        await exchanged(pair)
+        assert pair.by_daemon == ["echo", "direct"], "it was another"
+        pair.one.forget(str(peer(2)))
+        await pair.way_found()
+        assert pair.by_daemon == ["echo", "direct", "echo", "direct"]
+
+    play(scene)
+
+
 @pytest.mark.parametrize(
     ("multiaddr", "host"),
     [

@@ -63,9 +63,9 @@ class Records(Presence):
                 run_id="digits-0123456789abcdef",
                 restart=0,
                 role=role,
+                identity=SimpleNamespace(peer_id="own", public_key=b"key", sign=lambda message: b"signature"),
                 wished_cadence=None,
                 wished_codec=None,
-                identity=SimpleNamespace(peer_id="own", public_key=b"key", sign=lambda message: b"signature"),
             ),
             training=SimpleNamespace(
                 begun=None,
