@@ -231,28 +231,35 @@ class Contact:
                 ours, ports = listening(visible, self._run.settings.network.host)
                 asked = [PeerID.from_base58(peer) for peer in others]
                 if self._forwarded_port is not None or (ports and only_inside(self._run.addresses)):
-                    await self._renew_forwarding(ours, ports, asked)
+                    named = [address.text for address in parse_addresses(visible)[0]]
+                    await self._renew_forwarding(named, ours, ports, asked)
                 elif self._run.addresses:
                     await self._renew_addresses(ours, asked)
         finally:
             self._renewing = False
 
     async def _renew_addresses(self, ours: Sequence[Address], asked: Sequence[PeerID]) -> None:
-        visible = [address.text for address in ours]
+        own = [address.text for address in ours]
+        visible = sorted(own)
         if self._visible is None:
             self._visible = visible
         elif ours and visible != self._visible:
             hosts = await hosts_reached(self._run.stub, asked, ours[0].transport.port)
             self._visible = visible
-            found = announced(visible, hosts or ())
+            found = announced(own, hosts or ())
             if set(found) - set(self._run.addresses):
                 self._run.addresses[:] = found
                 self._on_news()
 
-    async def _renew_forwarding(self, ours: Sequence[Address], ports: Sequence[int], asked: Sequence[PeerID]) -> None:
-        """Have others try a router's ports where that may be news; a router that lies is found out by them."""
+    async def _renew_forwarding(
+        self, named: Sequence[str], ours: Sequence[Address], ports: Sequence[int], asked: Sequence[PeerID]
+    ) -> None:
+        """Have others try a router's ports where that may be news; a router that lies is found out by them.
+
+        :param named: all that the daemon names: it is news as well that the router has another address by now
+        """
         own, now = [address.text for address in ours], self._run.clock.passed()
-        visible = [*own, *map(str, ports)]
+        visible = sorted(named)
         if visible == self._visible and now < self._ask_again_at:
             return
         hosts: tuple[str, ...] | None = None

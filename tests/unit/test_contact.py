@@ -268,6 +268,8 @@ class Home:
         self.line = Line(tmp_path, [], lambda peer, ping: False, can_be_dialled=False)
         self.line.run.addresses[:] = [f"/ip4/{host}/tcp/1/p2p/{OTHER}" for host in announces]
         self.ports: list[int] = []
+        self.named, self.seen_at = "11.0.0.9", "9.9.9.9"
+        """The router's public address, as it says itself and as others see it."""
         self.somebody_tries = True
         self.untried: set[int] = set()
         self.tried: list[int] = []
@@ -275,7 +277,7 @@ class Home:
         self.said: list[str] = []
 
         async def get_visible_maddrs(latest: bool) -> list[str]:
-            ways = [("11.0.0.9", port) for port in self.ports] + [("127.0.0.1", 1), ("192.168.0.4", 1)]
+            ways = [(self.named, port) for port in self.ports] + [("127.0.0.1", 1), ("192.168.0.4", 1)]
             return [f"/ip4/{host}/tcp/{port}/p2p/{OTHER}" for host, port in ways]
 
         async def hosts_reached(
@@ -285,7 +287,7 @@ class Home:
             self.tried.append(port)
             if not self.somebody_tries or port in self.untried:
                 return ()
-            return ("9.9.9.9",) if port == OPEN_PORT else None
+            return (self.seen_at,) if port == OPEN_PORT else None
 
         async def become_known_in_dht(node: object) -> None:
             self.known_in_dht += 1
@@ -317,6 +319,18 @@ def test_a_port_that_a_router_has_opened_by_now_is_announced_once_others_have_re
     assert len(home.said) == len(home.line.told) == 2
 
 
+def test_a_router_that_has_another_address_by_now_is_asked_about_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Providers give a home another one every night, in a moment in which nobody is missed."""
+    home = Home(tmp_path, monkeypatch)
+    home.ports = [OPEN_PORT]
+    assert home.renewed()[0] == f"9.9.9.9:{OPEN_PORT}"
+    home.named = home.seen_at = "9.9.9.10"
+    assert home.renewed() == [f"9.9.9.10:{OPEN_PORT}", "192.168.0.4:1"]
+    assert home.renewed() == [f"9.9.9.10:{OPEN_PORT}", "192.168.0.4:1"] and home.tried == [OPEN_PORT] * 2
+
+
 def test_a_router_that_lies_costs_a_question_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = Home(tmp_path, monkeypatch)
     home.ports = [SHUT_PORT]
@@ -339,7 +353,8 @@ def test_who_is_reached_inside_its_network_alone_tries_the_routers_port_and_lose
     home.ports = [OPEN_PORT]
     assert home.renewed() == [f"9.9.9.9:{OPEN_PORT}", "192.168.0.4:1"]
     home.ports = []
-    assert home.renewed() == ["192.168.0.4:1"] and "inside" in home.said[-1], "those inside reach it as before"
+    for _ in range(2):
+        assert home.renewed() == ["192.168.0.4:1"] and "inside" in home.said[-1], "those inside reach it as before"
     home.ports = [OPEN_PORT]
     assert home.renewed() == [f"9.9.9.9:{OPEN_PORT}", "192.168.0.4:1"], "a router that started anew"
     public = Home(tmp_path, monkeypatch, announces=("8.8.8.8",))
