@@ -18,6 +18,7 @@ from dht_config.invite import Invite
 from dht_config.manifest import EXAMPLES, example_manifest
 from p2p_trainer import comeback, organiser_commands, plan_command
 from p2p_trainer.json_lines import JsonLines
+from p2p_trainer.loading import loading
 from p2p_trainer.reporting import Reporting, log_to_stderr
 from p2p_trainer.settings import PeerSettings, load_settings, parse_given_addresses
 from p2p_trainer.target import Target as RunTarget
@@ -518,11 +519,11 @@ def _live(
             organiser_commands.check_door(target, standby=standby)
         starts = target.manifest is not None
 
-        # Seconds of a core: torch, hivemind. What is mistyped is known by now.
-        from p2p_trainer.logs import quiet_libraries
-        from p2p_trainer.session import Listener, Session, leave_on_signal
-        from p2p_trainer.training import LeaveRequested
-        from p2p_trainer.view import LiveView, Output
+        with loading():  # seconds of a core: torch, hivemind; what is mistyped is known by now
+            from p2p_trainer.logs import quiet_libraries
+            from p2p_trainer.session import Listener, Session, leave_on_signal
+            from p2p_trainer.training import LeaveRequested
+            from p2p_trainer.view import LiveView, Output
 
         quiet_libraries(verbose=verbose)
         lines = JsonLines()

@@ -35,6 +35,7 @@ from dht_config.manifest import InnerOptimizerSection, RunManifest
 from p2p_trainer.devices import pick_device, set_thread_count
 from p2p_trainer.hardware import anonymous_bytes, data_bytes
 from p2p_trainer.inner_optimizer import build_inner_optimizer
+from p2p_trainer.loading import loading
 from p2p_trainer.planning.compiled import COMPILE_SECONDS, measure_compiled
 from p2p_trainer.planning.compute import ComputeDtype, in_dtype
 from p2p_trainer.planning.plan_facts import Measurement
@@ -182,7 +183,8 @@ def start_prober() -> Prober:
     """Fork the process that will fork probes. Call it before CUDA is touched and before any thread is started."""
     # With the first optimizer torch imports its compiler, which takes 2 s of a core: once for every probe and for the
     # peer, which has nothing else to do while the averaging process looks for others.
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    with loading():
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=True)
     process = context.Process(target=_serve, args=(theirs, ours, os.getpid()), name="p2p-trainer probes", daemon=True)

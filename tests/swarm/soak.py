@@ -201,7 +201,13 @@ class Soak:
                 self.start(name)
 
     def all_are_back(self) -> bool:
-        """Whether every peer was credited with something after the last thing that was done to it."""
+        """Whether every peer trains, and was credited with something after the last thing that was done to it.
+
+        A round that was under way when its daemon was killed credits it as well, before it comes back.
+        """
+        living = [lives[-1] for lives in self.lives.values() if lives]
+        if any(len(peer.events("training_started")) < len(peer.events("start")) for peer in living):
+            return False
         credited = {
             name: lives[-1].rounds(after=max((one.until for one in self.played if one.fault.peer == name), default=0.0))
             for name, lives in self.lives.items()
