@@ -110,7 +110,9 @@ class Planner:
                 self.alive,
             )
             self.alive(1.0)
-            if measurement.failure:
+            if measurement.failure and measurement.results:
+                self.say(f"Measuring this machine ended early: {measurement.failure}. What it found until then counts.")
+            elif measurement.failure:
                 self.say(f"This machine could not be measured: {measurement.failure}. It starts with small steps.")
             elif measurement.stopped is not None and not measurement.killed:
                 self.cache.write(key, Entry(measurement=measurement, budget_bytes=budget))

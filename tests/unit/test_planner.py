@@ -128,6 +128,16 @@ def test_a_probe_that_fails_is_said_and_not_kept(tmp_path: Path) -> None:
     assert prober.strategies == ["full", "full"]
 
 
+def test_a_probe_that_fails_late_is_said_so_and_what_it_found_counts(tmp_path: Path) -> None:
+    half = replace(measurement("full", 20, m1=10.0, m2=20.0), stopped=None, failure="it was killed by SIGSEGV")
+    prober, said = ScriptedProber(full=half), list[str]()
+    plan = made(planner(tmp_path, machine(10_000), prober, said))
+    assert (plan.micro_batch, plan.samples_per_second) == (2, 20.0)
+    assert said == ["Measuring this machine ended early: it was killed by SIGSEGV. What it found until then counts."]
+    made(planner(tmp_path, machine(10_000), prober))
+    assert prober.strategies == ["full", "full"], "the next start tries again"
+
+
 def test_what_an_earlier_start_compiled_is_for_those_only_who_try_that(tmp_path: Path) -> None:
     """Not for a start without --compile on a CPU, nor for one that is slowed down."""
     fast = replace(FULL, compiled=replace(FULL.results[0], samples_per_second=30.0))
