@@ -20,7 +20,7 @@ from contextlib import suppress
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from dht_config.address import Address, parse_addresses, reach
+from dht_config.address import Address, parse_addresses
 from peers.company import GONE_SECONDS
 from peers.context import RunContext
 from peers.daemon import DialOutcome, dial
@@ -247,7 +247,8 @@ class Contact:
             hosts = await hosts_reached(self._run.stub, asked, ours[0].transport.port)
             self._visible = visible
             found = announced(own, hosts or ())
-            if set(found) - set(self._run.addresses):
+            # Where nobody could say how we are reached, nothing is taken back.
+            if set(found) - set(self._run.addresses) or (hosts and set(found) != set(self._run.addresses)):
                 self._run.addresses[:] = found
                 self._on_news()
 
@@ -317,14 +318,12 @@ class Contact:
 
 
 def has_moved(before: Sequence[str], now: Sequence[str]) -> bool:
-    """Whether a peer that announced some addresses and now announces others is on none of those hosts any more.
+    """Whether a peer that announced addresses has others now. The old ones may be among them still.
 
-    Where both have public ones these decide: in another home it may well have the same private address.
+    A line that comes back is noticed by others, who see from where it comes, before the machine at its end notices.
     """
-    good = [parse_addresses(texts)[0] for texts in (before, now)]
-    public = [[address for address in addresses if not reach(address)] for addresses in good]
-    hosts = [{address.transport.host for address in addresses} for addresses in (public if all(public) else good)]
-    return all(hosts) and hosts[0].isdisjoint(hosts[1])
+    hosts = [{address.transport.host for address in parse_addresses(texts)[0]} for texts in (before, now)]
+    return bool(hosts[0] and hosts[1] - hosts[0])
 
 
 async def knock(address: Address, timeout_seconds: float) -> bool:

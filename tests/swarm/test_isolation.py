@@ -224,7 +224,7 @@ def test_a_line_that_is_back_at_another_address_before_anybody_noticed_costs_a_f
     swarm.network.renumber("moving")
     swarm.network.up("moving")
     up = time.time()
-    wait_back(swarm, moving, f"moved within {up - cut:.0f} s", up, 3)
+    wait_back(swarm, moving, f"moved within {up - cut:.0f} s", up, 2)
     swarm.wait_averaged(*peers, group=3, rounds=5 * FRAGMENTS, after=up)
     rounds = {peer.name: [event["time"] - up for event in peer.rounds(group=3, after=up)] for peer in peers}
     print("; ".join(f"{name}: {', '.join(f'{at:.0f}' for at in times)} s" for name, times in rounds.items()))

@@ -183,7 +183,7 @@ def test_who_has_nobody_knocks_again_within_half_a_tick(
         line.search(monkeypatch)
     line.now += longest
     assert line.contact.is_time_to_search(line.now, silent=True)
-    line.now -= 0.2
+    line.now -= longest / 2
     assert not line.contact.is_time_to_search(line.now, silent=True)
 
 
@@ -194,7 +194,8 @@ def test_who_has_nobody_knocks_again_within_half_a_tick(
         (["9.9.9.1", "192.168.0.4"], ["9.9.9.2", "192.168.0.4"], True),
         (["192.168.0.4"], ["192.168.0.5"], True),
         (["9.9.9.1", "192.168.0.4"], ["192.168.0.4"], False),
-        (["192.168.0.4"], ["9.9.9.1", "192.168.0.4"], False),
+        (["192.168.0.4"], ["9.9.9.1", "192.168.0.4"], True),
+        (["9.9.9.1"], ["9.9.9.2", "9.9.9.1"], True),
         (["9.9.9.1"], [], False),
         ([], ["9.9.9.1"], False),
     ],
@@ -203,7 +204,7 @@ def test_who_has_nobody_knocks_again_within_half_a_tick(
 def test_connections_with_a_peer_that_is_elsewhere_now_are_not_used_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[str], now: list[str], moved: bool, vanished: bool
 ) -> None:
-    """libp2p would go on with the one that broke; and a peer is elsewhere only if nothing of where it was is left."""
+    """libp2p would go on with the one that broke, although the peer has come in by another."""
     opened(monkeypatch)
     line = Line(tmp_path, [], lambda peer, ping: True)
     line.run.training = SimpleNamespace(send=lambda message: None)
@@ -246,6 +247,10 @@ def test_a_line_that_comes_back_with_another_address_is_announced_with_it(
     assert renewed(line, monkeypatch, "192.168.0.4", "9.9.9.9") == ["9.9.9.9", "192.168.0.4"]
     assert renewed(line, monkeypatch, "198.18.0.9", "198.18.0.9") == ["198.18.0.9"], "another network"
     assert len(line.told) == 2, "once for each change"
+    line.contact.came_back()
+    assert renewed(line, monkeypatch, "198.18.0.9", "198.18.0.7") == ["198.18.0.9", "198.18.0.7"], "not noticed here"
+    assert renewed(line, monkeypatch, "198.18.0.7", "198.18.0.7") == ["198.18.0.7"], "noticed: the old one is given up"
+    assert len(line.told) == 4
 
 
 def test_who_could_not_be_dialled_announces_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
