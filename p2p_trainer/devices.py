@@ -101,7 +101,7 @@ def device_failures(device: torch.device) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_out_of_memory(error) or "out of memory" in str(error):
+        if is_out_of_memory(error):
             raise DeviceError(
                 f"{device} has no memory left: {_first_line(error)}.",
                 "Close what else uses it, or join a run with a smaller model.",

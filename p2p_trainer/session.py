@@ -43,6 +43,7 @@ from p2p_trainer.planning.compiled import compiled
 from p2p_trainer.planning.compute import in_dtype
 from p2p_trainer.planning.own_plan import OwnPlan
 from p2p_trainer.planning.plan_facts import Plan
+from p2p_trainer.planning.planner import refuse_choices
 from p2p_trainer.planning.probe import Prober, start_prober
 from p2p_trainer.run_directory import RunDirectory
 from p2p_trainer.run_files import SIGNED_MANIFEST_NAME
@@ -157,6 +158,7 @@ class Session:
             path = default_data_directory() / self.target.run_id / name
         if self.target.manifest is not None and self.target.task is not None:
             check_model(self.target.manifest, self.target.task)
+            refuse_choices(self.target.manifest, self.settings)
         if self.target.invite is not None and not (path / SIGNED_MANIFEST_NAME).exists():  # else it is in already
             self.target.invite.refuse_if_expired(time.time())
         raise_open_file_limit()

@@ -438,10 +438,17 @@ def choose(measured: Sequence[Throughput]) -> Throughput:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Tell whether an error means that a device, or the machine, has no memory left for this allocation."""
-    # torch.OutOfMemoryError is for accelerators; on the CPU it is a plain RuntimeError with one of these
-    # texts.
+    # torch.OutOfMemoryError is for what torch's own allocator asks of accelerators. On the CPU it is a plain
+    # RuntimeError with one of the first texts, and where CUDA or its libraries ask for themselves one of the others.
     return isinstance(error, torch.OutOfMemoryError) or any(
-        text in str(error) for text in ("can't allocate memory", "not enough memory")
+        text in str(error)
+        for text in (
+            "can't allocate memory",
+            "not enough memory",
+            "CUDA error: out of memory",
+            "CUBLAS_STATUS_ALLOC_FAILED",
+            "CUDNN_STATUS_ALLOC_FAILED",
+        )
     )
 
 

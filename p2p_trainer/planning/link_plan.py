@@ -11,7 +11,17 @@ from dht_config.manifest import RunManifest
 from p2p_trainer.planning.plan_facts import NO_WISHES, Link, Wishes
 from peers.clock import Schedule
 from peers.fragments import FragmentLayout
-from peers.line import CADENCES, CODECS, SHARE_OF_LINE, CadenceValue, LineRate, LineUse, least_codec, line_use
+from peers.line import (
+    CADENCES,
+    CODECS,
+    SHARE_OF_LINE,
+    CadenceValue,
+    CodecName,
+    LineRate,
+    LineUse,
+    least_codec,
+    line_use,
+)
 
 _BYTES_PER_VALUE = 4
 _OFTEN = {1: "every round", 2: "every 2nd round", 4: "every 4th round"}
@@ -24,12 +34,8 @@ def plan_line(
 
     :raises UsageError: a codec is wished for, and the run has one for all
     """
+    refuse_codec(manifest, wishes.codec)
     of_run = manifest.averaging.codec
-    if wishes.codec is not None and of_run != "auto":
-        raise UsageError(
-            f"--codec: all peers of this run encode with {of_run}.",
-            'Leave --codec out; it is for runs whose manifest says codec = "auto".',
-        )
     rate = LineRate(
         up=link.up / 8 if link.up is not None else math.inf,
         down=link.down / 8 if link.down is not None else math.inf,
@@ -71,6 +77,16 @@ def plan_line(
             f"{bits(bits_per_second * share / SHARE_OF_LINE)} {way}, or {other_run}."
         )
     return cadence, codec, reasons
+
+
+def refuse_codec(manifest: RunManifest, wished: CodecName | None) -> None:
+    """:raises UsageError: a codec is wished for, and the run has one for all"""
+    of_run = manifest.averaging.codec
+    if wished is not None and of_run != "auto":
+        raise UsageError(
+            f"--codec: all peers of this run encode with {of_run}.",
+            'Leave --codec out; it is for runs whose manifest says codec = "auto".',
+        )
 
 
 def _line_use(manifest: RunManifest, layout: FragmentLayout, codec: str) -> LineUse:

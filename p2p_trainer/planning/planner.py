@@ -21,6 +21,7 @@ from dht_config.manifest import RunManifest
 from p2p_trainer.hardware import Hardware
 from p2p_trainer.planning.compiled import why_not_compile
 from p2p_trainer.planning.compute import ComputeDtype, compute_dtype_of
+from p2p_trainer.planning.link_plan import refuse_codec
 from p2p_trainer.planning.plan import plan, probe_budget, trained_in_probe
 from p2p_trainer.planning.plan_facts import Link, Machine, Measurement, Model, Plan, SwarmFacts, Wishes
 from p2p_trainer.planning.probe import Prober, ProbeRequest
@@ -167,11 +168,7 @@ def machine_of(
 
     :raises UsageError: float16 was chosen for a run on averaged gradients
     """
-    if dtype == "float16" and mode == "gradient":
-        raise UsageError(
-            "--compute-dtype: float16 scales gradients, and this run averages them as they are.",
-            "Leave --compute-dtype out, or choose float32 or bfloat16.",
-        )
+    _refuse_dtype(mode, dtype)
     own = own_bytes()
     budget = hardware.device.free_bytes
     host_budget = None
@@ -189,6 +186,23 @@ def machine_of(
         compute_dtype=dtype or compute_dtype_of(device, mode),
         emulated_samples_per_second=emulate,
     )
+
+
+def refuse_choices(manifest: RunManifest, settings: PeerSettings) -> None:
+    """Tell what a person chose that a run does not allow, before anybody is asked for anything.
+
+    :raises UsageError: names the flag
+    """
+    refuse_codec(manifest, settings.codec)
+    _refuse_dtype(manifest.averaging.mode, settings.compute_dtype)
+
+
+def _refuse_dtype(mode: Literal["local", "gradient"], dtype: ComputeDtype | None) -> None:
+    if dtype == "float16" and mode == "gradient":
+        raise UsageError(
+            "--compute-dtype: float16 scales gradients, and this run averages them as they are.",
+            "Leave --compute-dtype out, or choose float32 or bfloat16.",
+        )
 
 
 def model_of(

@@ -283,6 +283,22 @@ def test_a_wrong_model_is_told_before_anybody_is_asked_and_anything_is_written(
     assert not (tmp_path / "peer").exists()
 
 
+@pytest.mark.parametrize(
+    ("run", "flags"), [("digits", ("--codec", "int8")), ("gradient.toml", ("--compute-dtype", "float16"))]
+)
+def test_what_a_run_does_not_allow_is_told_before_anybody_is_asked_and_anything_is_written(
+    run: str, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(settings: object) -> None:
+        raise AssertionError("the averaging process was started")
+
+    monkeypatch.setattr(session, "start_swarm", started)
+    local, gradient = 'mode = "local"', 'mode = "gradient"\nglobal_batch = 64'
+    (tmp_path / "gradient.toml").write_text(example_manifest("digits").replace(local, gradient))
+    fails(["join", run, "--dir", "peer", *flags], ExitCode.USAGE, flags[0], "Leave")
+    assert not (tmp_path / "peer").exists()
+
+
 @pytest.mark.parametrize("command", ["join", "bootstrap"])
 def test_a_directory_that_cannot_be_written_to(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")

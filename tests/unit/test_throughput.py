@@ -161,6 +161,8 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_changes_nothing(value: floa
 
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory."),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported ..."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried …"),
 ]
 
