@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,8 @@ from peers.presence import STILL_SECONDS
 
 pytestmark = [pytest.mark.swarm]
 
+RUN_BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc).timestamp()
+"""As the manifest says."""
 TO_BE_BACK_SECONDS = 120.0
 TO_NOTICE_SECONDS = 60.0
 STILL = STILL_SECONDS + 5.0
@@ -57,16 +60,28 @@ def state_of(peer: Peer) -> str:
     return str(peer.events("state")[-1]["state"])
 
 
-def credited_round(peer: Peer, after: float, group: int) -> Event | None:
-    """The first round after a moment in which the peer's work came into the swarm's base."""
-    return next((event for event in peer.rounds(group=group, after=after) if event["late_share"] < 1), None)
+def credited_round(peer: Peer, after: float, group: int, tick_seconds: float) -> Event | None:
+    """The first round of a tick after a moment in which the peer's work came into the swarm's base.
+
+    One that was under way when the peer was stopped is told of in the moment in which it goes on.
+    """
+    rounds = [event for event in peer.rounds(group=group) if RUN_BEGAN + event["tick"] * tick_seconds > after]
+    return next((event for event in rounds if event["late_share"] < 1), None)
 
 
 def wait_back(
-    swarm: Swarm, peer: Peer, what: str, after: float, group: int, tick_seconds: float = TICK_SECONDS
+    swarm: Swarm,
+    peer: Peer,
+    what: str,
+    after: float,
+    group: int,
+    tick_seconds: float = TICK_SECONDS,
+    clock_ahead_seconds: float = 0.0,
 ) -> None:
-    back = swarm.wait_until(lambda: credited_round(peer, after, group), f"{peer.name} is back", TO_BE_BACK_SECONDS)
-    seconds = back["time"] - after
+    back = swarm.wait_until(
+        lambda: credited_round(peer, after, group, tick_seconds), f"{peer.name} is back", TO_BE_BACK_SECONDS
+    )
+    seconds = back["time"] - clock_ahead_seconds - after
     print(f"{what}: {seconds:.1f} s, {seconds / tick_seconds:.1f} ticks, to the first credited samples")
 
 
@@ -178,7 +193,7 @@ def test_outages_of_minutes_end_with_the_peer_back_among_the_others(swarm: Swarm
     struck = time.time()
     here = [one, other, third]
     swarm.wait_averaged(*here, rounds=FRAGMENTS, after=struck)
-    wait_back(swarm, jumped, "clock set ahead", struck + JUMP_SECONDS, 4, LONG_TICK_SECONDS)
+    wait_back(swarm, jumped, "clock set ahead", struck, 4, LONG_TICK_SECONDS, clock_ahead_seconds=JUMP_SECONDS)
     swarm.wait_until(lambda: len(daemonless.events("join")) == 2, "it has come back by itself", TO_BE_BACK_SECONDS)
     (fault,) = daemonless.events("fault")
     print(f"daemon stopped: noticed after {fault['time'] - struck:.1f} s")
