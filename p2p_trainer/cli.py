@@ -127,14 +127,8 @@ def join(
         bool | None,
         typer.Option("--compile/--no-compile", help="Try torch.compile; by default on cards.", show_default=False),
     ] = None,
-    cadence: Annotated[
-        int | None,
-        typer.Option(help="Take part in every round (1), every 2nd or every 4th; by default as the line carries."),
-    ] = None,
-    codec: Annotated[
-        str | None,
-        typer.Option(help="int8, int4 or sparse, if the run leaves it to its peers; by default by the line."),
-    ] = None,
+    cadence: plan_command.Cadence = None,
+    codec: plan_command.Codec = None,
     allow_files: Annotated[
         bool, typer.Option("--allow-files", help="Let an invited run read the files it names on this machine.")
     ] = False,

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from p2p_trainer.planning.probe import Prober
     from p2p_trainer.tasks import Task
 
+Cadence = Annotated[
+    int | None,
+    typer.Option(help="Take part in every round (1), every 2nd or every 4th; by default as the line carries."),
+]
+Codec = Annotated[
+    str | None,
+    typer.Option(help="int8, int4 or sparse, if the run leaves it to its peers; by default by the line."),
+]
+
 
 def plan(
     target: Annotated[
@@ -63,14 +72,8 @@ def plan(
         bool | None,
         typer.Option("--compile/--no-compile", help="Try torch.compile; by default on cards.", show_default=False),
     ] = None,
-    cadence: Annotated[
-        int | None,
-        typer.Option(help="Take part in every round (1), every 2nd or every 4th; by default as the line carries."),
-    ] = None,
-    codec: Annotated[
-        str | None,
-        typer.Option(help="int8, int4 or sparse, if the run leaves it to its peers; by default by the line."),
-    ] = None,
+    cadence: Cadence = None,
+    codec: Codec = None,
     settings_file: Annotated[
         Path | None, typer.Option("--settings", help="A TOML file with settings; flags and environment override it.")
     ] = None,
