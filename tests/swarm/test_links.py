@@ -158,8 +158,7 @@ def test_peers_see_only_their_own_line_and_nothing_is_left_of_it() -> None:
 def test_a_network_ends_with_the_program_that_made_it(tmp_path: Path) -> None:
     mark = tmp_path.name
     program = (
-        "import signal, time; from p2p_trainer.rehearsal.links import LinkSpec, Network\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
+        "import time, subprocess, sys; from p2p_trainer.rehearsal.links import LinkSpec, Network\n"
         "with Network({'a': LinkSpec()}) as network: print(network.address('a'), flush=True); time.sleep(60)"
     )
     for number in (signal.SIGKILL, signal.SIGINT):
