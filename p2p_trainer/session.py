@@ -158,7 +158,8 @@ class Session:
             path = default_data_directory() / self.target.run_id / name
         if self.target.manifest is not None and self.target.task is not None:
             check_model(self.target.manifest, self.target.task)
-            refuse_choices(self.target.manifest, self.settings)
+            if self.role == "training":
+                refuse_choices(self.target.manifest, self.settings)
         if self.target.invite is not None and not (path / SIGNED_MANIFEST_NAME).exists():  # else it is in already
             self.target.invite.refuse_if_expired(time.time())
         raise_open_file_limit()

@@ -52,6 +52,7 @@ REDUCER_DISTRUST_CYCLES, REDUCER_DISTRUST_DOUBLINGS = 4.0, 6
 LEADER_DISTRUST_DOUBLINGS = 2
 """A leader that nobody follows takes part in no round: it may just have been slow."""
 CLOCK_LOOK_SECONDS = 1.0
+"""Between two looks at the clock while the next tick is waited for: it may be corrected."""
 KEPT_SNAPSHOTS = 2
 """Of rounds that brought no result here: if others counted us, what was trained since then can be kept."""
 

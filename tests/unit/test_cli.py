@@ -297,6 +297,9 @@ def test_what_a_run_does_not_allow_is_told_before_anybody_is_asked_and_anything_
     (tmp_path / "gradient.toml").write_text(example_manifest("digits").replace(local, gradient))
     fails(["join", run, "--dir", "peer", *flags], ExitCode.USAGE, flags[0], "Leave")
     assert not (tmp_path / "peer").exists()
+    # A door shares its machine's settings and trains nothing.
+    monkeypatch.setenv("P2P_TRAINER_" + flags[0].removeprefix("--").replace("-", "_").upper(), flags[1])
+    fails(["bootstrap", run, "--dir", "door"], ExitCode.UNEXPECTED, "the averaging process was started")
 
 
 @pytest.mark.parametrize("command", ["join", "bootstrap"])

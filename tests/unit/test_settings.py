@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from dht_config.errors import AddressError, DeviceError, ExitCode, P2PTrainerError
 from p2p_trainer.settings import (
     ENVIRONMENT_PREFIX,
+    CadenceChoice,
+    CodecChoice,
     PeerSettings,
     SettingsError,
     load_settings,
     parse_given_addresses,
 )
+from peers.line import CADENCES, CODECS
 
 PEER_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
@@ -80,6 +83,10 @@ def test_a_file_that_was_named_must_exist(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"missing\.toml does not exist") as raised:
         load_settings({}, tmp_path / "missing.toml")
     assert raised.value.exit_code == ExitCode.USAGE
+
+
+def test_choices_are_those_that_peers_have() -> None:
+    assert (get_args(CadenceChoice), get_args(CodecChoice)) == (CADENCES, CODECS)
 
 
 @pytest.mark.parametrize(
