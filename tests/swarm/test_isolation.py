@@ -89,16 +89,21 @@ def wait_for_seconds(swarm: Swarm, moment: float) -> None:
     swarm.wait_until(lambda: time.time() >= moment, "time passes", moment - time.time() + 5.0)
 
 
+def three_of_which_one_can_move(swarm: Swarm, moving: str) -> list[Peer]:
+    """Three peers on lines, who have averaged; the last one listens wherever it is."""
+    names = ("one", "other", moving)
+    swarm.links(bootstrap="100M/10ms", **dict.fromkeys(names, "100M/10ms"))
+    bootstrap = swarm.bootstrap()
+    peers = [swarm.join(name, bootstrap.invite, 40) for name in names[:2]]
+    peers.append(swarm.join(moving, bootstrap.invite, 40, "--host", "0.0.0.0"))
+    swarm.wait_averaged(*peers, group=3, rounds=3 * FRAGMENTS)
+    return peers
+
+
 @pytest.mark.namespaces
 @needs_links
 def test_a_peer_whose_line_is_down_is_isolated_not_alone_and_comes_back_at_another_address(swarm: Swarm) -> None:
-    names = ("one", "other", "lost")
-    swarm.links(bootstrap="100M/10ms", **dict.fromkeys(names, "100M/10ms"))
-    bootstrap = swarm.bootstrap()
-    one, other = (swarm.join(name, bootstrap.invite, 40) for name in names[:2])
-    lost = swarm.join("lost", bootstrap.invite, 40, "--host", "0.0.0.0")
-    peers = [one, other, lost]
-    swarm.wait_averaged(*peers, group=3, rounds=FRAGMENTS)
+    one, other, lost = peers = three_of_which_one_can_move(swarm, "lost")
 
     swarm.network.down("lost")
     cut = time.time()
@@ -226,13 +231,8 @@ def test_outages_of_minutes_end_with_the_peer_back_among_the_others(swarm: Swarm
 @needs_links
 def test_a_line_that_is_back_at_another_address_before_anybody_noticed_costs_a_few_rounds(swarm: Swarm) -> None:
     """As of a laptop that is carried to another network: connections with where it was still seem to stand."""
-    names = ("one", "other", "moving")
-    swarm.links(bootstrap="100M/10ms", **dict.fromkeys(names, "100M/10ms"))
-    bootstrap = swarm.bootstrap()
-    one, other = (swarm.join(name, bootstrap.invite, 40) for name in names[:2])
-    moving = swarm.join("moving", bootstrap.invite, 40, "--host", "0.0.0.0")
-    peers = [one, other, moving]
-    swarm.wait_averaged(*peers, group=3, rounds=3 * FRAGMENTS)
+    peers = three_of_which_one_can_move(swarm, "moving")
+    moving = peers[-1]
     swarm.network.down("moving")
     cut = time.time()
     wait_for_seconds(swarm, cut + UNNOTICED_SECONDS)
